@@ -1,0 +1,46 @@
+"""Accelerators as host-to-device transfers need them: one small protocol over every backend.
+
+``get_accelerator()`` returns an ``Accelerator`` with DeepSpeed's own names and its
+``Capabilities``. ``register_accelerator`` and the entry-point group ``transfer.accelerators`` add
+backends; ``accelerators.testing.AcceleratorConformance`` checks one. Importing this package imports
+neither torch nor deepspeed.
+"""
+
+from __future__ import annotations
+
+from .errors import (
+    AcceleratorError,
+    AcceleratorRegistrationError,
+    AcceleratorUnavailableError,
+    InFlightError,
+    InvalidAcceleratorError,
+    UnknownAcceleratorError,
+)
+from .protocol import Accelerator, Capabilities, Event, Stream
+from .registry import (
+    available_accelerators,
+    get_accelerator,
+    register_accelerator,
+    set_accelerator,
+    unregister_accelerator,
+)
+
+from . import builtin as _builtin  # noqa: F401, I001 - registers the built-in accelerators
+
+__all__ = [
+    "Accelerator",
+    "AcceleratorError",
+    "AcceleratorRegistrationError",
+    "AcceleratorUnavailableError",
+    "Capabilities",
+    "Event",
+    "InFlightError",
+    "InvalidAcceleratorError",
+    "Stream",
+    "UnknownAcceleratorError",
+    "available_accelerators",
+    "get_accelerator",
+    "register_accelerator",
+    "set_accelerator",
+    "unregister_accelerator",
+]

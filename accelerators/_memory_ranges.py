@@ -1,0 +1,64 @@
+"""Which addresses are special: the bookkeeping of pinned, registered and device memory."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+
+from torch import Tensor
+
+
+class MemoryRanges:
+    """A set of address ranges, each with a size in bytes. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._sizes: dict[int, int] = {}
+        self._lock = threading.RLock()
+
+    @property
+    def total_bytes(self) -> int:
+        with self._lock:
+            return sum(self._sizes.values())
+
+    def add(self, address: int, num_bytes: int) -> None:
+        with self._lock:
+            self._sizes[address] = num_bytes
+
+    def add_storage(self, tensor: Tensor) -> None:
+        """Adds the whole storage under ``tensor``, for as long as any tensor uses that storage."""
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
+        if address not in self._sizes and storage.nbytes():
+            self.add(address, storage.nbytes())
+            weakref.finalize(storage, self.remove, address).atexit = False
+
+    def remove(self, address: int) -> bool:
+        """Whether a range began at exactly this address; it is gone now."""
+        with self._lock:
+            return self._sizes.pop(address, None) is not None
+
+    def size_at(self, address: int) -> int | None:
+        """The size of the range that begins at exactly this address, or None."""
+        return self._sizes.get(address)
+
+    def overlaps(self, address: int, num_bytes: int) -> bool:
+        """Whether any range shares a byte with the given one."""
+        with self._lock:
+            return any(begin < address + num_bytes and address < begin + size for begin, size in self._sizes.items())
+
+    def contain(self, tensor: Tensor) -> bool:
+        """Whether every element of ``tensor`` lies in one of the ranges; False without elements."""
+        if tensor.numel() == 0:
+            return False
+        begin = tensor.data_ptr()
+        end = begin + span_bytes(tensor)
+        with self._lock:
+            return any(start <= begin and end <= start + size for start, size in self._sizes.items())
+
+
+def span_bytes(tensor: Tensor) -> int:
+    """Bytes from the first element of ``tensor`` to the end of its last one in memory."""
+    if tensor.numel() == 0:
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()

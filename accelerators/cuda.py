@@ -1,0 +1,34 @@
+"""NVIDIA GPUs, and AMD's through ROCm, which calls itself cuda."""
+
+from __future__ import annotations
+
+import torch
+
+from .deepspeed_adapter import DeepSpeedAdapter
+
+
+class CudaAccelerator(DeepSpeedAdapter):
+    """DeepSpeed's CUDA accelerator; streams and events follow the device of the tensors given."""
+
+    def unavailable_reason(self) -> str | None:
+        if not torch.backends.cuda.is_built():
+            return f"CUDA is not available: this torch ({torch.__version__}) is built without it."
+        if not torch.cuda.is_available():
+            return f"CUDA is not available: torch {torch.__version__} finds no usable GPU or driver."
+        return None
+
+    def register_host_memory(self, address: int, num_bytes: int) -> bool:
+        try:
+            return super().register_host_memory(address, num_bytes)
+        except RuntimeError:
+            # A refused cudaHostRegister stays behind as the thread's last error, and the next,
+            # unrelated kernel launch would report it; an empty launch check takes it away.
+            _take_last_error()
+            raise
+
+
+def _take_last_error() -> None:
+    try:
+        torch.zeros(1, device="cuda")
+    except RuntimeError:
+        return

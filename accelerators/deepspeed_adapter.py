@@ -1,0 +1,197 @@
+"""The ``Accelerator`` protocol over any of DeepSpeed's accelerators, by feature test.
+
+Works with DeepSpeed 0.16 to 0.19: ``unpin_memory`` and ``register_host_memory`` exist since
+0.19.6, ``pin_empty`` since 0.19.7, and what is absent is made up for or reported as missing.
+Backends that behave differently have a file of their own and are listed in ``ADAPTERS``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from .errors import AcceleratorUnavailableError
+from .protocol import Accelerator, Capabilities
+from .registry import check_accelerator
+
+#: DeepSpeed's name of a backend -> where its adapter is; every other backend takes the general one.
+ADAPTERS = {
+    "cpu": "accelerators.cpu:CpuAccelerator",
+    "cuda": "accelerators.cuda:CudaAccelerator",
+    "mps": "accelerators.mps:MpsAccelerator",
+}
+
+#: A DeepSpeed accelerator may carry a ready ``Accelerator`` under this attribute; it is used as is.
+CARRIED = "h2d_accelerator"
+
+
+class DeepSpeedAdapter:
+    """The general adapter: xpu, npu, hpu, mlu, sdaa, supa, klxpu, and any DeepSpeed accelerator.
+
+    Subclass it where a backend differs.
+
+    Args:
+        deepspeed_accelerator: A ``DeepSpeedAccelerator``.
+    """
+
+    def __init__(self, deepspeed_accelerator: Any) -> None:
+        self._deepspeed = deepspeed_accelerator
+        self.name: str = deepspeed_accelerator._name
+        self.Event: Callable[[], Any] | None = deepspeed_accelerator.Event
+        self.Stream: Callable[[], Any] | None = deepspeed_accelerator.Stream
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._deepspeed!r})"
+
+    @functools.cached_property
+    def capabilities(self) -> Capabilities:
+        streams, events = self.Stream is not None, self.Event is not None
+        registers = self._overrides("register_host_memory")
+        reasons = {
+            "streams": f"DeepSpeed's {self.name} accelerator has no streams.",
+            "events": f"DeepSpeed's {self.name} accelerator has no events.",
+            "pins_host_memory": f"DeepSpeed's {self.name} accelerator cannot pin host memory.",
+            "registers_host_memory": f"DeepSpeed's {self.name} accelerator cannot pin existing memory in place.",
+            "copies_asynchronously": f"Copies to {self.name} are finished when they return.",
+        }
+        return Capabilities(
+            streams=streams,
+            events=events,
+            pins_host_memory=True,
+            registers_host_memory=registers,
+            copies_asynchronously=streams,
+            pin_rounds_to_power_of_two=not _pins_natively(),
+            reasons=reasons,
+        )
+
+    def unavailable_reason(self) -> str | None:
+        try:
+            available = self._deepspeed.is_available()
+        except (ImportError, NameError, AttributeError, RuntimeError, AssertionError) as error:
+            return _not_available(self.name, error)
+        return None if available else f"The {self.name} accelerator is not available to torch {torch.__version__} here."
+
+    def current_stream(self, device_index: int | None = None) -> Any:
+        return self._deepspeed.current_stream(device_index)
+
+    def stream(self, stream: Any) -> AbstractContextManager[Any]:
+        if stream is None:
+            return contextlib.nullcontext()
+        return cast("AbstractContextManager[Any]", self._deepspeed.stream(stream))
+
+    def synchronize(self, device_index: int | None = None) -> None:
+        self._deepspeed.synchronize(device_index)
+
+    def pin_empty(self, *size: int, dtype: torch.dtype, device: str = "cpu") -> Tensor:
+        if hasattr(self._deepspeed, "pin_empty"):
+            return cast(Tensor, self._deepspeed.pin_empty(*size, dtype=dtype, device=device))
+        # Before 0.19.7. The extra arguments of pin_memory changed their meaning in 0.19.6: pass none.
+        return cast(Tensor, self._deepspeed.pin_memory(torch.empty(size, dtype=dtype, device=device)))
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        return bool(self._deepspeed.is_pinned(tensor))
+
+    def unpin_memory(self, tensor: Tensor) -> bool | None:
+        unpin = getattr(self._deepspeed, "unpin_memory", None)
+        return None if unpin is None else unpin(tensor)
+
+    def register_host_memory(self, address: int, num_bytes: int) -> bool:
+        if not self.capabilities.registers_host_memory:
+            return False
+        return bool(self._deepspeed.register_host_memory(address, num_bytes))
+
+    def unregister_host_memory(self, address: int) -> None:
+        if self.capabilities.registers_host_memory:
+            self._deepspeed.unregister_host_memory(address)
+
+    def on_host(self, tensor: Tensor) -> bool:
+        return tensor.device.type == "cpu"
+
+    def on_device(self, tensor: Tensor) -> bool:
+        return bool(self._deepspeed.on_accelerator(tensor))
+
+    def device_empty(self, *size: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=self._deepspeed.current_device_name())
+
+    def enqueue_copy(self, destination: Tensor, source: Tensor) -> None:
+        # A non-blocking copy that also casts would cast on the device, out of a temporary of the
+        # source's size (DeepSpeed issue 7307). From device memory the flag changes nothing.
+        destination.copy_(source, non_blocking=destination.dtype == source.dtype)
+
+    def _overrides(self, method: str) -> bool:
+        """Whether the backend has its own ``method``, not just the refusal in DeepSpeed's base class."""
+        from deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator
+
+        own = getattr(type(self._deepspeed), method, None)
+        return own is not None and own is not getattr(DeepSpeedAccelerator, method, None)
+
+
+def current_deepspeed_accelerator() -> Accelerator:
+    """DeepSpeed's current accelerator, adapted; the same object for as long as DeepSpeed's stays."""
+    from deepspeed.accelerator import get_accelerator
+
+    return adapt(get_accelerator())
+
+
+def adapt(deepspeed_accelerator: Any) -> Accelerator:
+    """The ``Accelerator`` for a DeepSpeed accelerator: the one it carries, or an adapter over it."""
+    global _last
+    if _last is not None and _last[0] is deepspeed_accelerator:
+        return _last[1]
+    carried = getattr(deepspeed_accelerator, CARRIED, None)
+    if carried is not None:
+        check_accelerator(carried, f"{deepspeed_accelerator!r}.{CARRIED} is")
+        adapted = cast(Accelerator, carried)
+    else:
+        adapted = _adapter_class(deepspeed_accelerator._name)(deepspeed_accelerator)
+    _last = (deepspeed_accelerator, adapted)
+    return adapted
+
+
+#: One pair is enough: a process has one DeepSpeed accelerator at a time.
+_last: tuple[Any, Accelerator] | None = None
+
+
+def make(name: str) -> Accelerator:
+    """Makes the accelerator that DeepSpeed calls ``name``, whether or not it is DeepSpeed's choice.
+
+    Raises:
+        AcceleratorUnavailableError: DeepSpeed or the vendor's package cannot set it up here.
+    """
+    try:
+        from deepspeed.accelerator import get_accelerator
+
+        current = get_accelerator()
+        if current._name == name and getattr(current, CARRIED, None) is None:
+            return adapt(current)
+        module = importlib.import_module(f"deepspeed.accelerator.{name}_accelerator")
+        return _adapter_class(name)(getattr(module, f"{name.upper()}_Accelerator")())
+    except (ImportError, NameError, AttributeError, RuntimeError, ValueError, AssertionError) as error:
+        raise AcceleratorUnavailableError(_not_available(name, error)) from error
+
+
+def _not_available(name: str, error: Exception) -> str:
+    return f"The {name} accelerator is not available here: {str(error).strip().rstrip('.')}."
+
+
+def _adapter_class(name: str) -> type[DeepSpeedAdapter]:
+    if name not in ADAPTERS:
+        return DeepSpeedAdapter
+    module, _, attribute = ADAPTERS[name].partition(":")
+    return cast("type[DeepSpeedAdapter]", getattr(importlib.import_module(module), attribute))
+
+
+def _pins_natively() -> bool:
+    """Whether ``DS_PIN_MEMORY_BACKEND=native`` is in force: DeepSpeed's own page-locked allocator."""
+    try:
+        from deepspeed.utils.pin_memory import get_active_native_pinned_memory
+    except ImportError:  # before 0.19.6
+        return False
+    return get_active_native_pinned_memory() is not None

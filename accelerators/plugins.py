@@ -1,0 +1,95 @@
+"""A registry of named factories, filled by calls and by entry points.
+
+``accelerators`` and ``transfer`` keep one each. Entry points stay unloaded until their name is
+asked for, so an installed plug-in costs nothing to those who do not use it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import threading
+from importlib import metadata
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+def nearest(name: str, allowed: list[str] | tuple[str, ...]) -> str | None:
+    """The entry of ``allowed`` that ``name`` was most likely meant to be, case aside, or None."""
+    folded = {entry.lower(): entry for entry in allowed}
+    close = difflib.get_close_matches(name.lower(), folded, n=1, cutoff=0.6)
+    return folded[close[0]] if close else None
+
+
+class Registry(Generic[T]):
+    """Names to values, from ``add`` and from an entry-point group. Thread-safe.
+
+    Args:
+        kind: What is registered, for messages (``"accelerator"``).
+        group: The entry-point group (``"transfer.accelerators"``).
+        refused: Raised by ``add`` and for a name that two parties claim.
+        unknown: Raised by ``get`` for a name that nobody registered.
+    """
+
+    def __init__(self, kind: str, group: str, refused: type[Exception], unknown: type[Exception]) -> None:
+        self._kind, self._group = kind, group
+        self._refused, self._unknown = refused, unknown
+        self._entries: dict[str, T] = {}
+        self._lock = threading.RLock()
+
+    def add(self, name: str, value: T) -> None:
+        """Registers ``value``; a taken or unusable name is refused and changes nothing."""
+        if not isinstance(name, str) or not name.isidentifier() or name != name.lower():
+            raise self._refused(
+                f"{self._kind} name {name!r} cannot be registered: use a lower-case identifier such as 'acme'"
+            )
+        with self._lock:
+            if name in self._entries:
+                raise self._refused(f"{self._kind} {name!r} is registered already, as {self._entries[name]!r}")
+            self._entries[name] = value
+
+    def remove(self, name: str) -> None:
+        """Forgets what ``add`` registered under ``name``; an unknown name is fine."""
+        with self._lock:
+            self._entries.pop(name, None)
+
+    def names(self) -> tuple[str, ...]:
+        """Every registered name, sorted. Loads no plug-in."""
+        with self._lock:
+            return tuple(sorted({*self._entries, *(point.name for point in self._entry_points())}))
+
+    def get(self, name: str) -> T:
+        """The value under ``name``, loading its entry point if it has one."""
+        with self._lock:
+            points = [point for point in self._entry_points() if point.name == name]
+            if len(points) + (name in self._entries) > 1:
+                owners = ", ".join(_owner(point) for point in points)
+                raise self._refused(
+                    f"{self._kind} {name!r} is claimed more than once (entry points of: {owners}); "
+                    "uninstall one of them or register under another name"
+                )
+            if points:
+                try:
+                    return points[0].load()
+                except Exception as error:  # noqa: BLE001 - whatever a plug-in's import raises
+                    raise self._refused(
+                        f"{self._kind} {name!r}: loading the entry point {points[0].value!r} of "
+                        f"{_owner(points[0])} failed: {error}"
+                    ) from error
+            if name in self._entries:
+                return self._entries[name]
+        raise self._unknown(self.explain_unknown(name))
+
+    def explain_unknown(self, name: object) -> str:
+        """The sentence that tells a user which names exist and which was probably meant."""
+        names = self.names()
+        guess = nearest(name, names) if isinstance(name, str) else None
+        hint = f" Did you mean {guess!r}?" if guess else ""
+        return f"unknown {self._kind} {name!r}.{hint} Registered: {', '.join(names)}."
+
+    def _entry_points(self) -> metadata.EntryPoints:
+        return metadata.entry_points(group=self._group)
+
+
+def _owner(point: metadata.EntryPoint) -> str:
+    return point.dist.name if point.dist is not None else "an unnamed distribution"

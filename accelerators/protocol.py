@@ -1,0 +1,172 @@
+"""What a strategy may ask of an accelerator.
+
+The names are DeepSpeed's own wherever DeepSpeed has one, so a vendor who already wrote a DeepSpeed
+accelerator knows them. Nothing here imports torch or deepspeed: the module costs nothing to load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What an accelerator can do, and one sentence for each thing that it cannot.
+
+    Attributes:
+        streams: Work can be queued on more than one stream.
+        events: A point in a stream can be marked and waited for.
+        pins_host_memory: ``pin_empty`` returns memory the device reads directly.
+        registers_host_memory: ``register_host_memory`` pins existing memory in place.
+        copies_asynchronously: A copy from pinned memory returns before the bytes have crossed.
+        pin_rounds_to_power_of_two: ``pin_empty`` really takes the next power of two of the bytes
+            asked for, as torch's caching host allocator does (pytorch issue 150517).
+        reasons: For a capability that is False, its name and why, as one sentence.
+    """
+
+    streams: bool
+    events: bool
+    pins_host_memory: bool
+    registers_host_memory: bool
+    copies_asynchronously: bool
+    pin_rounds_to_power_of_two: bool = False
+    reasons: Mapping[str, str] = field(default_factory=dict)
+
+    def why_not(self, *names: str) -> str | None:
+        """Returns the sentence for the first of ``names`` that is missing, or None if all are there."""
+        for name in names:
+            if not getattr(self, name):
+                return self.reasons.get(name, f"This accelerator has no {name.replace('_', ' ')}.")
+        return None
+
+
+class Event(Protocol):
+    """A mark in a stream. Strategies record each event once and never reuse it."""
+
+    def record(self) -> None:
+        """Marks the work queued so far on the current stream."""
+
+    def synchronize(self) -> None:
+        """Blocks the host until the marked work is done."""
+
+    def query(self) -> bool:
+        """Whether the marked work is done; does not block."""
+
+
+class Stream(Protocol):
+    """A queue of device work that runs in order."""
+
+    def synchronize(self) -> None:
+        """Blocks the host until everything queued here is done."""
+
+    def wait_event(self, event: Any) -> None:
+        """Makes work queued here from now on run after ``event``; does not block the host."""
+
+
+class Accelerator(Protocol):
+    """A device, the host memory it can read directly, and how bytes get from one to the other.
+
+    Every method may raise the vendor's own errors; callers must expect that.
+
+    Attributes:
+        name: The name it is registered under, such as ``"cuda"``.
+        capabilities: What it can do; constant for the life of the object.
+        Event: Makes an ``Event`` when called without arguments; None without events.
+        Stream: Makes a ``Stream`` when called without arguments; None without streams.
+    """
+
+    name: str
+
+    @property
+    def capabilities(self) -> Capabilities: ...
+
+    @property
+    def Event(self) -> Callable[[], Any] | None: ...
+
+    @property
+    def Stream(self) -> Callable[[], Any] | None: ...
+
+    def unavailable_reason(self) -> str | None:
+        """One sentence on why this accelerator cannot be used here, or None if it can.
+
+        Test skips, policy reasons and errors show this sentence. It never raises.
+        """
+
+    def current_stream(self, device_index: int | None = None) -> Any:
+        """The calling thread's current stream on that device, or None without streams."""
+
+    def stream(self, stream: Any) -> AbstractContextManager[Any]:
+        """A context in which ``stream`` and its device are current; None changes nothing."""
+
+    def synchronize(self, device_index: int | None = None) -> None:
+        """Blocks the host until all work on the device, on every stream, is done."""
+
+    def pin_empty(self, *size: int, dtype: torch.dtype, device: str = "cpu") -> Tensor:
+        """Uninitialised host memory that the device reads directly.
+
+        Raises:
+            RuntimeError: or what the vendor raises, when the memory cannot be pinned. Nothing is
+                allocated then.
+        """
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        """Whether the device can read all of this host tensor directly, without staging."""
+
+    def unpin_memory(self, tensor: Tensor) -> bool | None:
+        """Gives back what ``pin_empty`` returned, given that very tensor (a view frees nothing).
+
+        The caller has waited for every copy that uses it. None: dropping the tensor is enough.
+        """
+
+    def register_host_memory(self, address: int, num_bytes: int) -> bool:
+        """Pins existing host memory in place; False where the accelerator cannot."""
+
+    def unregister_host_memory(self, address: int) -> None:
+        """Undoes ``register_host_memory``; the caller has waited for copies that use the memory."""
+
+    def on_host(self, tensor: Tensor) -> bool:
+        """Whether the tensor lives in host memory."""
+
+    def on_device(self, tensor: Tensor) -> bool:
+        """Whether the tensor lives in this accelerator's memory."""
+
+    def device_empty(self, *size: int, dtype: torch.dtype) -> Tensor:
+        """Uninitialised memory on the current device."""
+
+    def enqueue_copy(self, destination: Tensor, source: Tensor) -> None:
+        """Queues ``destination.copy_(source)`` on the current stream of the destination's device.
+
+        Returns early when the source is pinned host memory of the destination's dtype or device
+        memory; both must then outlive the copy. In every other case it blocks until the
+        destination holds the values: a cast from host memory happens on the host, never in a
+        device temporary of the source's size.
+        """
+
+
+#: What ``get_accelerator`` checks of an object before it lets it in.
+REQUIRED_MEMBERS = (
+    "name",
+    "capabilities",
+    "Event",
+    "Stream",
+    "unavailable_reason",
+    "current_stream",
+    "stream",
+    "synchronize",
+    "pin_empty",
+    "is_pinned",
+    "unpin_memory",
+    "register_host_memory",
+    "unregister_host_memory",
+    "on_host",
+    "on_device",
+    "device_empty",
+    "enqueue_copy",
+)

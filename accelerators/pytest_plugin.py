@@ -1,0 +1,24 @@
+"""Pytest: ``--require-accelerator=cuda`` turns the skip of a missing accelerator into a failure."""
+
+from __future__ import annotations
+
+import pytest
+
+from . import available_accelerators
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.getgroup("accelerators").addoption(
+        "--require-accelerator",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="fail, not skip, tests of this accelerator where it is not available; may be given more than once",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    known = available_accelerators()
+    for name in config.getoption("--require-accelerator"):
+        if name not in known:
+            raise pytest.UsageError(f"--require-accelerator={name}: unknown; registered are {', '.join(known)}")

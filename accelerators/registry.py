@@ -1,0 +1,134 @@
+"""Which accelerator is meant: by name, by ``set_accelerator``, or DeepSpeed's own choice."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from .errors import (
+    AcceleratorError,
+    AcceleratorRegistrationError,
+    AcceleratorUnavailableError,
+    InvalidAcceleratorError,
+    UnknownAcceleratorError,
+)
+from .plugins import Registry
+from .protocol import REQUIRED_MEMBERS, Accelerator
+
+Factory = Callable[[], Accelerator]
+
+_registry: Registry[Factory] = Registry(
+    "accelerator", "transfer.accelerators", AcceleratorRegistrationError, UnknownAcceleratorError
+)
+_made: dict[str, Accelerator] = {}
+_chosen: Accelerator | None = None
+_lock = threading.RLock()
+
+
+def register_accelerator(name: str, factory: Factory) -> None:
+    """Registers an accelerator under a name that ``get_accelerator`` and YAML files can use.
+
+    Args:
+        name: A lower-case identifier that nobody uses yet.
+        factory: Called without arguments, once, when the accelerator is first needed; returns an
+            object with the ``Accelerator`` protocol.
+
+    Raises:
+        AcceleratorRegistrationError: The name is taken or unusable, or ``factory`` cannot be
+            called. Nothing is registered then.
+    """
+    if not callable(factory):
+        raise AcceleratorRegistrationError(
+            f"accelerator {name!r}: the factory must be callable without arguments, "
+            f"but it is {factory!r}; pass a function or a class"
+        )
+    _registry.add(name, factory)
+
+
+def unregister_accelerator(name: str) -> None:
+    """Undoes ``register_accelerator``; an unknown name is fine. What was handed out keeps working."""
+    with _lock:
+        _registry.remove(name)
+        _made.pop(name, None)
+
+
+def available_accelerators() -> tuple[str, ...]:
+    """The names that ``get_accelerator`` accepts, sorted.
+
+    Calls no factory and touches no device. Whether the hardware is there is what
+    ``get_accelerator(name).unavailable_reason()`` says.
+    """
+    return _registry.names()
+
+
+def explain_unknown(name: object) -> str:
+    """The sentence for a name that nobody registered, with the nearest one that somebody did."""
+    return _registry.explain_unknown(name)
+
+
+def get_accelerator(name: str | None = None) -> Accelerator:
+    """Returns an accelerator; the same object for the same name.
+
+    Args:
+        name: A registered name. None: what ``set_accelerator`` set, or else the accelerator that
+            DeepSpeed chose (``deepspeed.accelerator.get_accelerator()``), adapted.
+
+    Raises:
+        UnknownAcceleratorError: Nobody registered ``name``; the nearest name is given.
+        AcceleratorRegistrationError: Two plug-ins claim ``name``, or one failed to load.
+        InvalidAcceleratorError: The factory returned something without the protocol.
+        AcceleratorUnavailableError: The factory itself raised.
+    """
+    if name is None:
+        if _chosen is not None:
+            return _chosen
+        from .deepspeed_adapter import current_deepspeed_accelerator
+
+        return current_deepspeed_accelerator()
+    with _lock:
+        if name not in _made:
+            _made[name] = _make(name, _registry.get(name))
+        return _made[name]
+
+
+def set_accelerator(accelerator: Accelerator | str | None) -> None:
+    """Sets what ``get_accelerator()`` returns, for this process.
+
+    Args:
+        accelerator: An accelerator, a registered name, or None to follow DeepSpeed again.
+
+    Raises:
+        InvalidAcceleratorError: The object lacks members of the protocol, which are named.
+        AcceleratorError: As ``get_accelerator``, for a name. The choice is unchanged.
+    """
+    global _chosen
+    if isinstance(accelerator, str):
+        accelerator = get_accelerator(accelerator)
+    elif accelerator is not None:
+        check_accelerator(accelerator, "set_accelerator was given")
+    _chosen = accelerator
+
+
+def check_accelerator(candidate: Any, origin: str) -> None:
+    """Raises ``InvalidAcceleratorError``, naming what is missing, unless the protocol is there."""
+    if inspect.isclass(candidate):
+        raise InvalidAcceleratorError(f"{origin} the class {candidate.__name__}, not an accelerator made from it")
+    absent = object()
+    missing = [name for name in REQUIRED_MEMBERS if inspect.getattr_static(candidate, name, absent) is absent]
+    if missing:
+        raise InvalidAcceleratorError(
+            f"{origin} {candidate!r}, which is no accelerator: it has no {', '.join(missing)}"
+        )
+
+
+def _make(name: str, factory: Factory) -> Accelerator:
+    try:
+        accelerator = factory()
+    except AcceleratorError:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever a vendor's set-up raises
+        raise AcceleratorUnavailableError(f"accelerator {name!r}: its factory {factory!r} failed: {error}") from error
+    check_accelerator(accelerator, f"accelerator {name!r}: its factory {factory!r} returned")
+    return accelerator

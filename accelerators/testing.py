@@ -1,0 +1,289 @@
+"""A conformance suite for accelerators, and tools to test with them. Needs pytest.
+
+A vendor's test file::
+
+    from accelerators.testing import AcceleratorConformance
+
+    class TestAcme(AcceleratorConformance):
+        accelerator_name = "acme"
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from . import Accelerator, AcceleratorError, get_accelerator
+from .registry import check_accelerator
+
+
+def unavailable_reason(name: str) -> str | None:
+    """Why the accelerator registered as ``name`` cannot be used here, as one sentence, or None."""
+    try:
+        return get_accelerator(name).unavailable_reason()
+    except AcceleratorError as error:
+        return str(error)
+
+
+def accelerator_or_skip(name: str, config: pytest.Config) -> Accelerator:
+    """The accelerator, or a skip with its reason; a failure under ``--require-accelerator=name``."""
+    reason = unavailable_reason(name)
+    if reason is None:
+        return get_accelerator(name)
+    if name in config.getoption("--require-accelerator"):
+        pytest.fail(f"--require-accelerator={name}: {reason}", pytrace=False)
+    pytest.skip(reason)
+
+
+def skip_without(accelerator: Accelerator, *capabilities: str) -> None:
+    """Skips the running test, with the accelerator's own sentence, where a capability is missing."""
+    reason = accelerator.capabilities.why_not(*capabilities)
+    if reason is not None:
+        pytest.skip(reason)
+
+
+def fetch(accelerator: Accelerator, tensor: Tensor) -> Tensor:
+    """A host copy of what ``tensor`` holds once the device has finished everything."""
+    accelerator.synchronize(tensor.device.index)
+    return tensor.detach().cpu().clone()
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor, element after element, so that NaN and signed zeros compare."""
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+
+
+@contextmanager
+def failing(
+    accelerator: Accelerator, method: str, error: BaseException, *, after: int = 0, times: int = 1
+) -> Iterator[list[str]]:
+    """Makes a public method of one accelerator raise, within the block.
+
+    Args:
+        accelerator: Any object whose attributes can be set.
+        method: A method such as ``"enqueue_copy"``, or ``"Event.record"`` for the objects that
+            ``Event()`` returns.
+        error: What is raised.
+        after: Calls that still work first.
+        times: Calls that raise then; later ones work again.
+
+    Yields:
+        A list that grows by ``method`` with each call, raising or not.
+    """
+    owner, _, inner = method.partition(".")
+    calls: list[str] = []
+
+    def guarded(call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call, assigned=())
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            calls.append(method)
+            if after < len(calls) <= after + times:
+                raise error
+            return call(*args, **kwargs)
+
+        return wrapper
+
+    original = getattr(accelerator, owner)
+
+    def with_guarded_method(*args: Any, **kwargs: Any) -> Any:
+        made = original(*args, **kwargs)
+        setattr(made, inner, guarded(getattr(made, inner)))
+        return made
+
+    had = vars(accelerator).get(owner, calls)
+    setattr(accelerator, owner, with_guarded_method if inner else guarded(original))
+    try:
+        yield calls
+    finally:
+        if had is calls:
+            delattr(accelerator, owner)
+        else:
+            setattr(accelerator, owner, original)
+
+
+class AcceleratorConformance:
+    """What every accelerator must do. Subclass it, set ``accelerator_name``, and pytest runs it.
+
+    Override ``make_accelerator`` for an accelerator that is not registered, or for a fresh one a test.
+    """
+
+    accelerator_name: str = ""
+
+    def make_accelerator(self, config: pytest.Config) -> Accelerator:
+        return accelerator_or_skip(self.accelerator_name, config)
+
+    @pytest.fixture
+    def accelerator(self, pytestconfig: pytest.Config) -> Accelerator:
+        return self.make_accelerator(pytestconfig)
+
+    def test_has_the_whole_protocol(self, accelerator: Accelerator) -> None:
+        check_accelerator(accelerator, "conformance was given")
+        assert accelerator.name == self.accelerator_name
+
+    def test_capabilities_agree_with_what_is_there(self, accelerator: Accelerator) -> None:
+        capabilities = accelerator.capabilities
+        assert capabilities.streams == (accelerator.Stream is not None)
+        assert capabilities.events == (accelerator.Event is not None)
+        for name in ("streams", "events", "pins_host_memory", "registers_host_memory", "copies_asynchronously"):
+            if not getattr(capabilities, name):
+                reason = capabilities.why_not(name)
+                assert reason is not None
+                assert reason.endswith(".")
+                assert reason.count(". ") == 0, "a reason is one sentence"
+
+    def test_is_available(self, accelerator: Accelerator) -> None:
+        assert accelerator.unavailable_reason() is None
+
+    def test_device_memory_is_on_the_device(self, accelerator: Accelerator) -> None:
+        tensor = accelerator.device_empty(3, 5, dtype=torch.bfloat16)
+        assert tensor.shape == (3, 5)
+        assert tensor.dtype == torch.bfloat16
+        assert accelerator.on_device(tensor)
+        assert accelerator.on_device(tensor[1:, 2])
+
+    def test_host_memory_is_on_the_host(self, accelerator: Accelerator) -> None:
+        tensor = torch.zeros(10)
+        assert accelerator.on_host(tensor)
+        assert accelerator.on_host(tensor[2:5])
+
+    def test_host_and_device_are_apart(self, accelerator: Accelerator) -> None:
+        skip_without(accelerator, "pins_host_memory")
+        assert not accelerator.on_device(torch.zeros(10))
+        assert not accelerator.on_host(accelerator.device_empty(10, dtype=torch.float32))
+
+    def test_pin_empty_gives_writable_host_memory(self, accelerator: Accelerator) -> None:
+        tensor = accelerator.pin_empty(6, dtype=torch.float16)
+        assert tensor.shape == (6,)
+        assert tensor.dtype == torch.float16
+        assert tensor.device.type == "cpu"
+        tensor.copy_(torch.arange(6))
+        assert tensor.tolist() == [0, 1, 2, 3, 4, 5]
+        accelerator.unpin_memory(tensor)
+
+    def test_is_pinned_tells_pinned_from_pageable(self, accelerator: Accelerator) -> None:
+        skip_without(accelerator, "pins_host_memory")
+        pinned = accelerator.pin_empty(64, dtype=torch.float32)
+        assert accelerator.is_pinned(pinned)
+        assert accelerator.is_pinned(pinned[8:16])
+        assert not accelerator.is_pinned(pinned.clone())
+        accelerator.unpin_memory(pinned)
+
+    def test_nothing_is_pinned_without_the_capability(self, accelerator: Accelerator) -> None:
+        if accelerator.capabilities.pins_host_memory:
+            pytest.skip("This accelerator pins host memory.")
+        assert not accelerator.is_pinned(torch.zeros(8))
+
+    def test_registering_pins_memory_in_place(self, accelerator: Accelerator) -> None:
+        skip_without(accelerator, "registers_host_memory")
+        memory = torch.arange(4096.0)
+        assert accelerator.register_host_memory(memory.data_ptr(), memory.nbytes)
+        try:
+            assert accelerator.is_pinned(memory)
+            assert accelerator.is_pinned(memory[100:200])
+        finally:
+            accelerator.unregister_host_memory(memory.data_ptr())
+        assert not accelerator.is_pinned(memory)
+        assert torch.equal(memory, torch.arange(4096.0))
+
+    def test_a_refused_registration_leaves_nothing_behind(self, accelerator: Accelerator) -> None:
+        skip_without(accelerator, "registers_host_memory")
+        memory = torch.zeros(4096)
+        accelerator.register_host_memory(memory.data_ptr(), memory.nbytes)
+        try:
+            with pytest.raises(RuntimeError):
+                accelerator.register_host_memory(memory.data_ptr(), memory.nbytes)
+        finally:
+            accelerator.unregister_host_memory(memory.data_ptr())
+        device = accelerator.device_empty(8, dtype=torch.float32)
+        device.fill_(3)  # would report the refusal once more if it stayed behind
+        assert fetch(accelerator, device).tolist() == [3.0] * 8
+
+    def test_registering_is_refused_without_the_capability(self, accelerator: Accelerator) -> None:
+        if accelerator.capabilities.registers_host_memory:
+            pytest.skip("This accelerator registers host memory.")
+        memory = torch.zeros(4096)
+        assert accelerator.register_host_memory(memory.data_ptr(), memory.nbytes) is False
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+    def test_enqueue_copy_from_pageable_memory(self, accelerator: Accelerator, dtype: torch.dtype) -> None:
+        destination = accelerator.device_empty(1000, dtype=dtype)
+        source = torch.linspace(-3, 3, 1000)
+        accelerator.enqueue_copy(destination, source)
+        assert torch.equal(bits(fetch(accelerator, destination)), bits(source.to(dtype)))
+
+    def test_enqueue_copy_from_pinned_memory(self, accelerator: Accelerator) -> None:
+        pinned = accelerator.pin_empty(1000, dtype=torch.float32)
+        pinned.copy_(torch.linspace(-3, 3, 1000))
+        destination = accelerator.device_empty(1000, dtype=torch.float32)
+        accelerator.enqueue_copy(destination, pinned)
+        assert torch.equal(fetch(accelerator, destination), torch.linspace(-3, 3, 1000))
+        accelerator.unpin_memory(pinned)
+
+    def test_enqueue_copy_between_device_tensors_casts(self, accelerator: Accelerator) -> None:
+        source = accelerator.device_empty(5, dtype=torch.float32)
+        source.copy_(torch.tensor([1.00390625, 1.01171875, 1.01953125, 3.4e38, -0.0]))
+        destination = accelerator.device_empty(5, dtype=torch.bfloat16)
+        accelerator.enqueue_copy(destination, source)
+        # 3F808000, 3F818000 and 3F828000 are ties: to even, 3F80, 3F82, 3F82; 3.4e38 rounds to inf.
+        result = fetch(accelerator, destination).view(torch.int16).tolist()
+        assert result == [0x3F80, 0x3F82, 0x3F82, 0x7F80, -0x8000]
+
+    def test_an_event_covers_the_copies_before_it(self, accelerator: Accelerator) -> None:
+        skip_without(accelerator, "events", "pins_host_memory")
+        pinned = accelerator.pin_empty(100_000, dtype=torch.float32)
+        pinned.fill_(7)
+        destination = accelerator.device_empty(100_000, dtype=torch.float32)
+        with accelerator.stream(accelerator.current_stream()):
+            accelerator.enqueue_copy(destination, pinned)
+            event = _make(accelerator.Event)
+            event.record()
+        event.synchronize()
+        assert event.query()
+        assert torch.equal(destination.cpu(), torch.full((100_000,), 7.0))
+        accelerator.unpin_memory(pinned)
+
+    def test_a_stream_waits_for_an_event_of_another(self, accelerator: Accelerator) -> None:
+        skip_without(accelerator, "streams", "events", "pins_host_memory")
+        pinned = accelerator.pin_empty(100_000, dtype=torch.float32)
+        pinned.fill_(5)
+        first, second = (accelerator.device_empty(100_000, dtype=torch.float32) for _ in range(2))
+        accelerator.synchronize()
+        producer, consumer = _make(accelerator.Stream), _make(accelerator.Stream)
+        with accelerator.stream(producer):
+            accelerator.enqueue_copy(first, pinned)
+            event = _make(accelerator.Event)
+            event.record()
+        consumer.wait_event(event)
+        with accelerator.stream(consumer):
+            accelerator.enqueue_copy(second, first)
+        consumer.synchronize()
+        assert torch.equal(second.cpu(), torch.full((100_000,), 5.0))
+        accelerator.synchronize()
+        accelerator.unpin_memory(pinned)
+
+    def test_stream_context_is_current_and_restored(self, accelerator: Accelerator) -> None:
+        skip_without(accelerator, "streams")
+        before = accelerator.current_stream()
+        stream = _make(accelerator.Stream)
+        with accelerator.stream(stream):
+            assert accelerator.current_stream() == stream
+        assert accelerator.current_stream() == before
+
+    def test_stream_context_takes_none(self, accelerator: Accelerator) -> None:
+        before = accelerator.current_stream()
+        with accelerator.stream(None):
+            assert accelerator.current_stream() == before
+
+
+
+def _make(factory: Callable[[], Any] | None) -> Any:
+    assert factory is not None
+    return factory()
+
+

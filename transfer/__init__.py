@@ -1,0 +1,82 @@
+"""Moves training state from host memory into an accelerator's memory, fast and bitwise right.
+
+::
+
+    from transfer import build_transfer
+
+    with build_transfer("transfer.yaml") as transfer:
+        transfer.copy(destination, source)
+
+``HostToDeviceTransfer`` is the interface, ``transfer/strategies/`` holds every way bytes move,
+``TransferPolicy`` picks one, and ``transfer.zero3`` puts all of it under DeepSpeed ZeRO-3. Importing
+this package starts no device and does not import deepspeed.
+"""
+
+from __future__ import annotations
+
+from .chunks import plan_chunks
+from .config import Rule, TransferConfig, When
+from .config_file import load_config
+from .errors import (
+    AcceleratorFailedError,
+    AttachError,
+    ConfigError,
+    ConfigFileError,
+    ConfigFileNotFoundError,
+    ConfigProblem,
+    FallbackWarning,
+    ForkedProcessError,
+    InferenceTensorError,
+    InvalidTensorError,
+    NotATensorError,
+    StrategyRegistrationError,
+    StrategyUnavailableError,
+    TransferError,
+    UnknownStrategyError,
+    UnsupportedDtypeError,
+)
+from .in_flight import EventCopy, InFlightCopy
+from .interface import HostToDeviceTransfer
+from .policy import Decision, TransferPolicy
+from .registry import get_strategy, register_strategy, strategy_names, unregister_strategy
+from .routed import build_transfer
+from .strategies import PageableTransfer, PinnedStagedConfig, PinnedStagedTransfer
+from .strategy_config import StrategyConfig
+
+__all__ = [
+    "AcceleratorFailedError",
+    "AttachError",
+    "ConfigError",
+    "ConfigFileError",
+    "ConfigFileNotFoundError",
+    "ConfigProblem",
+    "Decision",
+    "EventCopy",
+    "FallbackWarning",
+    "ForkedProcessError",
+    "HostToDeviceTransfer",
+    "InFlightCopy",
+    "InferenceTensorError",
+    "InvalidTensorError",
+    "NotATensorError",
+    "PageableTransfer",
+    "PinnedStagedConfig",
+    "PinnedStagedTransfer",
+    "Rule",
+    "StrategyConfig",
+    "StrategyRegistrationError",
+    "StrategyUnavailableError",
+    "TransferConfig",
+    "TransferError",
+    "TransferPolicy",
+    "UnknownStrategyError",
+    "UnsupportedDtypeError",
+    "When",
+    "build_transfer",
+    "get_strategy",
+    "load_config",
+    "plan_chunks",
+    "register_strategy",
+    "strategy_names",
+    "unregister_strategy",
+]

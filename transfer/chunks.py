@@ -1,0 +1,54 @@
+"""How a copy is cut into chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+
+def plan_chunks(numel: int, chunk_elements: int) -> Iterator[tuple[int, int]]:
+    """Yields ``(offset, length)`` in elements, in order, covering ``range(numel)`` exactly once.
+
+    Args:
+        numel: Elements in all; may pass 2**31.
+        chunk_elements: The most elements of one chunk.
+
+    Raises:
+        ValueError: ``chunk_elements`` is not positive.
+    """
+    if chunk_elements < 1:
+        raise ValueError(f"chunk_elements must be at least 1, not {chunk_elements}")
+    for offset in range(0, numel, chunk_elements):
+        yield offset, min(chunk_elements, numel - offset)
+
+
+def paired_chunks(destination: Tensor, source: Tensor, chunk_elements: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields views of both tensors that belong together, each of at most ``chunk_elements``.
+
+    Works for any strides. Two tensors that both have a flat view are cut into equal chunks; others
+    along their leading dimensions, where the last chunk of each row may be short.
+    """
+    flat_destination, flat_source = _flat(destination), _flat(source)
+    if flat_destination is not None and flat_source is not None:
+        for offset, length in plan_chunks(flat_destination.numel(), chunk_elements):
+            yield flat_destination.narrow(0, offset, length), flat_source.narrow(0, offset, length)
+        return
+    if destination.numel() <= chunk_elements:
+        yield destination, source
+        return
+    rows = chunk_elements // (destination.numel() // destination.shape[0])
+    if rows == 0:
+        for index in range(destination.shape[0]):
+            yield from paired_chunks(destination[index], source[index], chunk_elements)
+        return
+    for offset, length in plan_chunks(destination.shape[0], rows):
+        yield destination.narrow(0, offset, length), source.narrow(0, offset, length)
+
+
+def _flat(tensor: Tensor) -> Tensor | None:
+    """A one-dimensional view of the same memory in logical order, or None where strides forbid it."""
+    try:
+        return tensor.view(-1)
+    except RuntimeError:
+        return None

@@ -1,0 +1,131 @@
+"""The configuration as an object; ``config_file`` reads it from YAML."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from pydantic import ConfigDict, Field, ModelWrapValidatorHandler, StrictBool, ValidationError, model_validator
+from pydantic_core import InitErrorDetails, PydanticCustomError
+from torch import Tensor
+from typing_extensions import Self
+
+from .registry import get_strategy, strategy_names
+from .sizes import AcceleratorName, DtypeName, SizeBytes, StrategyName, refuse
+from .strategy_config import ConfigModel, StrategyConfig
+
+
+class When(ConfigModel):
+    """Conditions on one copy, all of which must hold; at least one must be given.
+
+    Attributes:
+        smaller_than: The destination has fewer bytes than this.
+        at_least: The destination has this many bytes or more.
+        source_dtype: The source has this dtype.
+        destination_dtype: The destination has this dtype.
+        source_pinned: Whether the device can read the source directly.
+    """
+
+    smaller_than: SizeBytes | None = None
+    at_least: SizeBytes | None = None
+    source_dtype: DtypeName | None = None
+    destination_dtype: DtypeName | None = None
+    source_pinned: StrictBool | None = None
+
+    @model_validator(mode="after")
+    def _not_empty(self) -> Self:
+        if not self.model_fields_set:
+            raise refuse("a rule needs at least one condition")
+        return self
+
+    def holds(self, destination: Tensor, source: Tensor, source_pinned: bool) -> bool:
+        """Whether every condition that was given is true of this copy."""
+        size = destination.numel() * destination.element_size()
+        return (
+            (self.smaller_than is None or size < self.smaller_than)
+            and (self.at_least is None or size >= self.at_least)
+            and (self.source_dtype is None or source.dtype == self.source_dtype)
+            and (self.destination_dtype is None or destination.dtype == self.destination_dtype)
+            and (self.source_pinned is None or source_pinned == self.source_pinned)
+        )
+
+    def __str__(self) -> str:
+        given = {name: getattr(self, name) for name in sorted(self.model_fields_set)}
+        return ", ".join(f"{name}: {_plain(value)}" for name, value in given.items())
+
+
+class Rule(ConfigModel):
+    """Which strategy to use for the copies that meet ``when``."""
+
+    when: When
+    use: StrategyName
+
+
+class TransferConfig(ConfigModel):
+    """Everything a user can choose. Beside these fields, each strategy's section under its name.
+
+    Attributes:
+        accelerator: A registered accelerator; None: what ``get_accelerator()`` returns.
+        strategy: The strategy for every copy from host to device; None: the default policy.
+        fallback: Whether a slower strategy may stand in for one that cannot run.
+        rules: Looked at in order, before ``strategy`` and the default; the first match wins.
+    """
+
+    # Sections of strategies are extra fields: `_sections` checks them against the registry.
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    accelerator: AcceleratorName | None = None
+    strategy: StrategyName | None = None
+    fallback: StrictBool = True
+    rules: tuple[Rule, ...] = Field(default=())
+
+    @classmethod
+    def sections(cls) -> dict[str, type[StrategyConfig]]:
+        """Each registered strategy's name and configuration model."""
+        return {name: get_strategy(name).Config for name in strategy_names()}
+
+    def section(self, strategy: str) -> StrategyConfig:
+        """The section of ``strategy``, or its defaults where none was given."""
+        given = (self.__pydantic_extra__ or {}).get(strategy)
+        return given if given is not None else get_strategy(strategy).Config()
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _sections(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        if not isinstance(data, dict):
+            return handler(data)
+        errors: list[InitErrorDetails] = []
+        checked: dict[str, Any] = {}
+        names = strategy_names()
+        for key, value in data.items():
+            if key in cls.model_fields:
+                checked[key] = value
+            elif key in names:
+                try:
+                    checked[key] = get_strategy(key).Config.model_validate({} if value is None else value)
+                except ValidationError as error:
+                    errors += _line_errors(error, key)
+            else:
+                errors.append(InitErrorDetails(type="extra_forbidden", loc=(key,), input=value))
+        try:
+            instance = handler(checked)
+        except ValidationError as error:
+            errors += _line_errors(error)
+        if errors:
+            raise ValidationError.from_exception_data(cls.__name__, errors)
+        return instance
+
+
+def _line_errors(error: ValidationError, *prefix: str) -> list[InitErrorDetails]:
+    details = []
+    for entry in error.errors(include_url=False):
+        kind: Any = entry["type"]
+        context = entry.get("ctx", {})
+        if kind == "h2d":
+            kind = PydanticCustomError("h2d", "{reason}", context)
+        details.append(InitErrorDetails(type=kind, loc=(*prefix, *entry["loc"]), input=entry["input"], ctx=context))
+    return details
+
+
+def _plain(value: Any) -> Any:
+    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value

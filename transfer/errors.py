@@ -1,0 +1,122 @@
+"""Errors and warnings of ``transfer``.
+
+::
+
+    TransferError
+    ├── InvalidTensorError          (ValueError)   tensors that cannot be copied as given
+    │   └── InferenceTensorError    (RuntimeError) the destination is an inference tensor
+    ├── UnsupportedDtypeError       (TypeError)    a pair of dtypes without a faithful copy
+    ├── NotATensorError             (TypeError)    something that is no tensor at all
+    ├── StrategyUnavailableError    (RuntimeError) the strategy cannot run here, and may not be replaced
+    ├── AcceleratorFailedError      (RuntimeError) an error of ``accelerators``, chained
+    ├── ForkedProcessError          (RuntimeError) a transfer of the parent process used in a child
+    ├── AttachError                 (TypeError)    an engine that ``transfer.zero3`` cannot serve
+    ├── StrategyRegistrationError   (ValueError)   a name or class that cannot be registered
+    └── ConfigError                 (ValueError)   a configuration with mistakes, all of them listed
+        ├── ConfigFileError         (OSError)      a file that cannot be read
+        └── UnknownStrategyError    (LookupError)  nobody registered this strategy
+
+    FallbackWarning                 (UserWarning)  a slower strategy stands in, once per transfer object
+
+Each also derives from the builtin that a caller would catch. Errors of a vendor's own code reach
+the caller as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class TransferError(Exception):
+    """Base of everything that ``transfer`` raises on its own account."""
+
+
+class InvalidTensorError(TransferError, ValueError):
+    """The tensors cannot be copied as given; nothing was written."""
+
+
+class InferenceTensorError(InvalidTensorError, RuntimeError):
+    """The destination was made in inference mode and is written outside it; nothing was written."""
+
+
+class UnsupportedDtypeError(TransferError, TypeError):
+    """No faithful copy exists between these dtypes; nothing was written."""
+
+
+class NotATensorError(TransferError, TypeError):
+    """The destination or source is not a tensor; nothing was written."""
+
+
+class StrategyUnavailableError(TransferError, RuntimeError):
+    """The strategy cannot run here and ``fallback`` is false; nothing was written."""
+
+
+class AcceleratorFailedError(TransferError, RuntimeError):
+    """``accelerators`` raised an error, which is the ``__cause__``; pieces in flight were waited for."""
+
+
+class ForkedProcessError(TransferError, RuntimeError):
+    """A transfer made before a fork was used in the child; the parent's memory was not touched."""
+
+
+class AttachError(TransferError, TypeError):
+    """The engine has no ZeRO-3 copy-back that could be served; it is unchanged."""
+
+
+class StrategyRegistrationError(TransferError, ValueError):
+    """A registration was refused; the registry is unchanged."""
+
+
+@dataclass(frozen=True)
+class ConfigProblem:
+    """One mistake in a configuration.
+
+    Attributes:
+        key: Dotted path of the value, such as ``transfer.pinned_staged.chunk_elements``.
+        message: What was found and what is allowed.
+        file: The file it stands in, or None for a mapping.
+        line: Its line there, counted from 1, or None.
+    """
+
+    key: str
+    message: str
+    file: str | None = None
+    line: int | None = None
+
+    def __str__(self) -> str:
+        place = "" if self.file is None else f"{self.file}:{self.line}: " if self.line else f"{self.file}: "
+        return f"{place}{self.key}: {self.message}" if self.key else f"{place}{self.message}"
+
+
+class ConfigError(TransferError, ValueError):
+    """A configuration has mistakes; nothing was changed by trying it.
+
+    Attributes:
+        problems: Every mistake found.
+    """
+
+    def __init__(self, problems: Sequence[ConfigProblem] | str) -> None:
+        if isinstance(problems, str):
+            problems = [ConfigProblem("", problems)]
+        self.problems = tuple(problems)
+        super().__init__("\n".join(str(problem) for problem in self.problems))
+
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[ConfigProblem, ...]]]:
+        return type(self), (self.problems,)
+
+
+class ConfigFileError(ConfigError, OSError):
+    """The configuration file cannot be read; the ``OSError`` is the ``__cause__``."""
+
+
+class ConfigFileNotFoundError(ConfigFileError, FileNotFoundError):
+    """The configuration file does not exist."""
+
+
+class UnknownStrategyError(ConfigError, LookupError):
+    """No strategy is registered under the name asked for; the nearest one is given."""
+
+
+class FallbackWarning(UserWarning):
+    """A strategy cannot run here, and a slower one stands in for it from now on."""

@@ -1,0 +1,74 @@
+"""Strategies by name: ``register_strategy`` and the entry-point group ``transfer.strategies``."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+from accelerators.plugins import Registry
+
+from .errors import StrategyRegistrationError, UnknownStrategyError
+
+if TYPE_CHECKING:
+    from .interface import HostToDeviceTransfer
+
+_registry: Registry[Any] = Registry("strategy", "transfer.strategies", StrategyRegistrationError, UnknownStrategyError)
+
+
+def register_strategy(name: str, strategy: type[HostToDeviceTransfer]) -> None:
+    """Registers a strategy under the name that policies and YAML files use.
+
+    Its section of the YAML file has the same name, and its ``Config`` says what may stand there.
+
+    Args:
+        name: A lower-case identifier that is no strategy and no key of ``TransferConfig`` yet.
+        strategy: A concrete subclass of ``HostToDeviceTransfer``, called as
+            ``strategy(config, accelerator, fallback=...)``.
+
+    Raises:
+        StrategyRegistrationError: The name is taken or unusable, or ``strategy`` is not such a
+            class. Nothing is registered then.
+    """
+    from .config import TransferConfig
+
+    if name in TransferConfig.model_fields:
+        raise StrategyRegistrationError(f"strategy name {name!r} cannot be registered: it is a key of the configuration")
+    _check(name, strategy)
+    _registry.add(name, strategy)
+
+
+def unregister_strategy(name: str) -> None:
+    """Undoes ``register_strategy``; an unknown name is fine."""
+    _registry.remove(name)
+
+
+def strategy_names() -> tuple[str, ...]:
+    """Every registered name, sorted; loads no plug-in."""
+    return _registry.names()
+
+
+def get_strategy(name: str) -> type[HostToDeviceTransfer]:
+    """The class registered under ``name``.
+
+    Raises:
+        UnknownStrategyError: Nobody registered it; the nearest name is given.
+        StrategyRegistrationError: Two plug-ins claim it, one failed to load, or it is no strategy.
+    """
+    strategy: type[HostToDeviceTransfer] = _registry.get(name)
+    _check(name, strategy)
+    return strategy
+
+
+def explain_unknown_strategy(name: object) -> str:
+    """The sentence for a name that nobody registered, with the nearest one that somebody did."""
+    return _registry.explain_unknown(name)
+
+
+def _check(name: str, strategy: Any) -> None:
+    from .interface import HostToDeviceTransfer
+
+    if not (inspect.isclass(strategy) and issubclass(strategy, HostToDeviceTransfer)):
+        raise StrategyRegistrationError(f"strategy {name!r}: {strategy!r} is not a subclass of HostToDeviceTransfer")
+    missing = sorted(getattr(strategy, "__abstractmethods__", ()))
+    if missing:
+        raise StrategyRegistrationError(f"strategy {name!r}: {strategy.__name__} does not define {', '.join(missing)}")

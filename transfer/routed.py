@@ -1,0 +1,87 @@
+"""One transfer that routes every copy through a policy: what users and ZeRO-3 hold."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from torch import Tensor
+
+from accelerators import Accelerator, AcceleratorError
+
+from .config_file import ConfigLike, resolve_config
+from .errors import AcceleratorFailedError
+from .in_flight import InFlightCopy
+from .interface import HostToDeviceTransfer
+from .policy import TransferPolicy
+from .registry import get_strategy
+
+logger = logging.getLogger("transfer")
+
+
+class RoutedTransfer(HostToDeviceTransfer):
+    """Sends each copy to the strategy that its policy selects; strategies are made when first used.
+
+    Every decision is logged once, at level INFO, under the logger ``transfer``.
+
+    Args:
+        policy: Selects strategies, and holds the configuration of each.
+        accelerator: As for ``build_transfer``.
+    """
+
+    def __init__(self, policy: TransferPolicy, accelerator: Accelerator | str | None = None) -> None:
+        super().__init__(None, accelerator, fallback=policy.config.fallback)
+        self.policy = policy
+        self._strategies: dict[str, HostToDeviceTransfer] = {}
+        self._lock = threading.RLock()
+        self._logged: set[str] = set()
+
+    @property
+    def pinned_bytes(self) -> int:
+        return sum(strategy.pinned_bytes for strategy in tuple(self._strategies.values()))
+
+    def prepare(self, source: Tensor) -> None:
+        for name in self.policy.candidates:
+            self._strategy(name).prepare(source)
+
+    def close(self) -> None:
+        for strategy in tuple(self._strategies.values()):
+            strategy.close()
+
+    def _submit(self, destination: Tensor, source: Tensor) -> InFlightCopy:
+        try:
+            decision = self.policy.select(destination, source)
+        except AcceleratorError as error:
+            raise AcceleratorFailedError(str(error)) from error
+        if decision.strategy not in self._logged:
+            self._logged.add(decision.strategy)
+            logger.info("%s: %s", decision.strategy, decision.reason)
+        return self._strategy(decision.strategy)._submit(destination, source)
+
+    def _strategy(self, name: str) -> HostToDeviceTransfer:
+        strategy = self._strategies.get(name)
+        if strategy is None:
+            with self._lock:
+                if name not in self._strategies:
+                    config = self.policy.config.section(name)
+                    self._strategies[name] = get_strategy(name)(config, self._given, fallback=self.fallback)
+                strategy = self._strategies[name]
+        return strategy
+
+
+def build_transfer(config: ConfigLike | None = None, accelerator: Accelerator | str | None = None) -> HostToDeviceTransfer:
+    """Builds the transfer that a configuration describes. Calls no accelerator: the first copy does.
+
+    Args:
+        config: A ``TransferConfig``; a mapping with the content of the YAML file's ``transfer``
+            section; the path of such a file; or None for the file in ``$H2D_CONFIG`` if that is
+            set, else the defaults.
+        accelerator: An ``Accelerator`` or a registered name; None: the configured one, or else what
+            ``accelerators.get_accelerator()`` returns.
+
+    Raises:
+        ConfigError: The configuration has mistakes, which are listed with their place.
+    """
+    resolved = resolve_config(config)
+    accelerator = accelerator if accelerator is not None else resolved.accelerator
+    return RoutedTransfer(TransferPolicy(resolved, accelerator), accelerator)

@@ -1,0 +1,117 @@
+"""Field types of the configuration: counts of elements, sizes in bytes, dtypes, names."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any
+
+import torch
+from pydantic import BeforeValidator, PlainSerializer
+from pydantic_core import PydanticCustomError
+
+import accelerators.registry
+
+from .registry import explain_unknown_strategy, strategy_names
+
+_UNITS = {
+    "B": 1,
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)")
+#: Half a million times the default: large enough for any ring, small enough to catch a slip.
+MAX_CHUNK_ELEMENTS = 2**30
+MAX_BUFFERS = 64
+
+
+def refuse(reason: str) -> PydanticCustomError:
+    """An error whose sentence reaches the user as it is."""
+    return PydanticCustomError("h2d", "{reason}", {"reason": reason})
+
+
+def _whole(value: Any, what: str, example: int, largest: int) -> int:
+    if type(value) is not int:
+        number = _as_number(value)
+        hint = f"write it out: {number}" if number is not None else f"write it as {example}"
+        if isinstance(value, str) and _SIZE.fullmatch(value):
+            hint = f"this counts {what}, not bytes, and takes no unit: {hint}"
+        raise refuse(f"expected a whole number of {what}; {hint}")
+    if not 1 <= value <= largest:
+        raise refuse(f"expected from 1 to {largest} {what}")
+    return value
+
+
+def _as_number(value: Any) -> int | None:
+    """The whole number that ``1e8`` or ``1.0e8`` (which YAML reads as text) or 1.0e+8 stands for."""
+    if isinstance(value, bool) or not isinstance(value, str | float):
+        return None
+    try:
+        number = float(value)
+    except ValueError:
+        return None
+    return int(number) if number.is_integer() else None
+
+
+def _elements(value: Any) -> int:
+    return _whole(value, "elements", 2**24, MAX_CHUNK_ELEMENTS)
+
+
+def _buffers(value: Any) -> int:
+    return _whole(value, "buffers", 2, MAX_BUFFERS)
+
+
+def parse_size(value: Any) -> int:
+    """Bytes, from a whole number or text such as ``1MiB``; raises ``PydanticCustomError``."""
+    if type(value) is int and value >= 0:
+        return value
+    match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
+    if match is None:
+        number = _as_number(value)
+        hint = f"write {number}" if number is not None else "such as 1048576 or 1MiB"
+        raise refuse(f"expected a size in bytes, with or without a unit ({', '.join(_UNITS)}); {hint}")
+    number_text, unit = match.groups()
+    if unit not in _UNITS:
+        letter = unit[0].upper()
+        meant = f"write {number_text}{letter}iB or {number_text}{letter}B" if letter in "KMG" else ", ".join(_UNITS)
+        raise refuse(f"unknown unit {unit!r}; {meant}")
+    size = float(number_text) * _UNITS[unit]
+    if not size.is_integer():
+        raise refuse("this is not a whole number of bytes")
+    return int(size)
+
+
+def _dtype(value: Any) -> torch.dtype:
+    if isinstance(value, torch.dtype):
+        return value
+    found = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else None
+    if not isinstance(found, torch.dtype):
+        raise refuse("expected the name of a torch dtype, such as float32, bfloat16 or float16")
+    return found
+
+
+def _accelerator(value: Any) -> str:
+    if not isinstance(value, str) or value not in accelerators.registry.available_accelerators():
+        raise refuse(accelerators.registry.explain_unknown(value) + _left_out(value))
+    return value
+
+
+def _strategy(value: Any) -> str:
+    if not isinstance(value, str) or value not in strategy_names():
+        raise refuse(explain_unknown_strategy(value) + _left_out(value))
+    return value
+
+
+def _left_out(value: Any) -> str:
+    return " Leave the key out for the default." if value in ("auto", "default") else ""
+
+
+Elements = Annotated[int, BeforeValidator(_elements)]
+BufferCount = Annotated[int, BeforeValidator(_buffers)]
+SizeBytes = Annotated[int, BeforeValidator(parse_size)]
+DtypeName = Annotated[Any, BeforeValidator(_dtype), PlainSerializer(lambda dtype: str(dtype).removeprefix("torch."))]
+AcceleratorName = Annotated[str, BeforeValidator(_accelerator)]
+StrategyName = Annotated[str, BeforeValidator(_strategy)]

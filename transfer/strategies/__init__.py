@@ -1,0 +1,12 @@
+"""Every way bytes move, one file each. Adding one is adding a file and a line here."""
+
+from __future__ import annotations
+
+from ..registry import register_strategy
+from .pageable import PageableTransfer
+from .pinned_staged import PinnedStagedConfig, PinnedStagedTransfer
+
+register_strategy("pageable", PageableTransfer)
+register_strategy("pinned_staged", PinnedStagedTransfer)
+
+__all__ = ["PageableTransfer", "PinnedStagedConfig", "PinnedStagedTransfer"]

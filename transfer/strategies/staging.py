@@ -1,0 +1,121 @@
+"""A ring of pinned staging buffers, each guarded by the event of the last copy out of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accelerators import Accelerator
+
+
+class StagingBuffer:
+    """Pinned host memory that one copy at a time reads. The guard belongs to it for its whole life."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory
+        self._guard: Any = None
+
+    def reclaim(self) -> None:
+        """Blocks the host until no copy reads this buffer."""
+        if self._guard is not None:
+            self._guard.synchronize()
+            self._guard = None
+
+    def guard(self, event: Any) -> None:
+        """Names the event after which the buffer may be written again."""
+        self._guard = event
+
+    def forget_guard(self) -> None:
+        """For when the device is known to be idle."""
+        self._guard = None
+
+
+class StagingRing:
+    """Buffers of equal size that are used in turn.
+
+    Not thread-safe: its owner holds a lock around ``session`` and ``close``.
+
+    Args:
+        accelerator: Pins the memory.
+        dtype: What the buffers hold.
+        chunk_elements: Elements in each buffer.
+        buffers: How many there are; with two, one is filled while the other is copied from.
+        device_index: The device that copies out of the ring go to.
+
+    Raises:
+        RuntimeError: or what the accelerator raises, when memory cannot be pinned. No byte stays
+            pinned then.
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, dtype: torch.dtype, chunk_elements: int, buffers: int, device_index: int | None
+    ) -> None:
+        self._accelerator = accelerator
+        self._device_index = device_index
+        self._buffers: list[StagingBuffer] = []
+        self._next = 0
+        self._unsettled = False
+        self._process = os.getpid()
+        try:
+            # Outside inference mode: a buffer made in it could not be written outside it later.
+            with torch.inference_mode(False):
+                for _ in range(buffers):
+                    memory = accelerator.pin_empty(chunk_elements, dtype=dtype)
+                    self._buffers.append(StagingBuffer(memory))
+                    if not accelerator.is_pinned(memory):
+                        raise RuntimeError(f"{accelerator.name}.pin_empty returned memory that is not pinned")
+        except BaseException:
+            self._unpin()
+            raise
+
+    @property
+    def pinned_bytes(self) -> int:
+        return sum(buffer.memory.nbytes for buffer in self._buffers)
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """The block in which buffers are taken and copies are queued.
+
+        A block that ends by an exception may leave copies in flight that no event guards; the next
+        block, or ``close``, then waits for the whole device first.
+        """
+        self._settle()
+        self._unsettled = True
+        yield
+        self._unsettled = False
+
+    def acquire(self) -> StagingBuffer:
+        """The next buffer, once no copy reads it any more. Blocks the host for that."""
+        buffer = self._buffers[self._next]
+        self._next = (self._next + 1) % len(self._buffers)
+        buffer.reclaim()
+        return buffer
+
+    def close(self) -> None:
+        """Waits for every copy out of the ring and unpins it. A ring is not used afterwards.
+
+        In a fork of the process that made it, does nothing: the memory is the parent's.
+        """
+        if os.getpid() != self._process:
+            return
+        self._settle()
+        for buffer in self._buffers:
+            buffer.reclaim()
+        self._unpin()
+
+    def _settle(self) -> None:
+        if self._unsettled:
+            self._accelerator.synchronize(self._device_index)
+            for buffer in self._buffers:
+                buffer.forget_guard()
+            self._unsettled = False
+
+    def _unpin(self) -> None:
+        while self._buffers:
+            self._accelerator.unpin_memory(self._buffers[-1].memory)
+            self._buffers.pop()
