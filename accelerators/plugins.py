@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import difflib
 import threading
+from collections.abc import Sequence
 from importlib import metadata
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
 
-def nearest(name: str, allowed: list[str] | tuple[str, ...]) -> str | None:
+def nearest(name: str, allowed: Sequence[str], cutoff: float = 0.6) -> str | None:
     """The entry of ``allowed`` that ``name`` was most likely meant to be, case aside, or None."""
     folded = {entry.lower(): entry for entry in allowed}
-    close = difflib.get_close_matches(name.lower(), folded, n=1, cutoff=0.6)
+    close = difflib.get_close_matches(name.lower(), folded, n=1, cutoff=cutoff)
     return folded[close[0]] if close else None
 
 

@@ -1,0 +1,147 @@
+"""One rank of the ZeRO-3 comparison: trains the same model under several transfers, saves what it got.
+
+Usage, under torch.distributed.run: ``worker.py SPEC.json OUT``. The spec holds ``accelerator``,
+``dtype``, ``optimizer`` (``AdamW`` or ``DeepSpeedCPUAdam``), ``zero`` (more of ``zero_optimization``)
+and ``runs``: a name for each, and how its copies are done.
+"""
+
+import hashlib
+import json
+import os
+import sys
+from pathlib import Path
+
+import deepspeed
+import torch
+
+import accelerators
+from accelerators.simulated import SimulatedAccelerator
+from transfer import PinnedStagedTransfer, build_transfer, zero3
+
+STEPS = 3
+WIDTH = 128
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "autocast": torch.float32}
+
+
+class ForgetsToWait(PinnedStagedTransfer):
+    """What the deferred copy would be if nobody waited: must be noticed."""
+
+    def copy(self, destination, source):
+        self.submit(destination, source)
+
+
+def main():
+    spec = json.loads(Path(sys.argv[1]).read_text())
+    out = Path(sys.argv[2])
+    rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+    simulated = None
+    if spec["accelerator"] == "simulated":
+        simulated = SimulatedAccelerator(seed=spec.get("seed", 0))
+        deepspeed.accelerator.set_accelerator(simulated.as_deepspeed())
+    if spec["accelerator"] == "cuda":
+        torch.cuda.set_device(local_rank)
+    deepspeed.init_distributed()
+    for run in spec["runs"]:
+        torch.save(train(spec, run, simulated, rank), out / f"{run['name']}-{rank}.pt")
+    torch.distributed.barrier()
+    # Without this, gloo's threads sometimes abort the process at exit, with or without this project.
+    torch.distributed.destroy_process_group()
+
+
+def train(spec, run, simulated, rank):
+    torch.manual_seed(7)
+    dtype = DTYPES[spec["dtype"]]
+    layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(4)]
+    model = torch.nn.Sequential(layers[0], torch.nn.ReLU(), *layers[1:])
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {
+            "stage": 3,
+            "sub_group_size": 20_000,
+            "stage3_param_persistence_threshold": 0,
+            "offload_optimizer": {"device": "cpu", "pin_memory": True, **spec.get("offload_optimizer", {})},
+            **spec.get("zero", {}),
+        },
+    }
+    if spec["dtype"] == "fp16":
+        config["fp16"] = {"enabled": True, "loss_scale": 128}
+    elif spec["dtype"] == "bf16":
+        config["bf16"] = {"enabled": True}
+    else:
+        config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
+    if run.get("section"):
+        config["host_to_device_transfer"] = run["section"]
+    if spec["optimizer"] == "DeepSpeedCPUAdam":
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        optimizer = DeepSpeedCPUAdam(model.parameters(), lr=1e-3)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    how = run["how"]
+    if how == "install":
+        zero3.install(run.get("transfer"))
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+    stage3 = engine.optimizer
+    if simulated is not None and not spec.get("partitions_on_host"):
+        on_device = list(stage3.fp16_partitioned_groups_flat)
+        if not stage3.offload_optimizer:
+            on_device += stage3.fp32_partitioned_groups_flat
+        for partition in on_device:
+            simulated.adopt(partition)
+    transfer = None
+    if how == "install":
+        transfer = zero3._attachments[stage3].transfer
+    elif how == "attach":
+        transfer = zero3.attach(engine, build_transfer(run.get("transfer")))
+    elif how == "section":
+        transfer = zero3.attach(engine)
+    elif how == "forgets_to_wait":
+        transfer = zero3.attach(engine, ForgetsToWait(chunk_elements=1000))
+    submitted = count_submits(transfer)
+    losses = []
+    generator = torch.Generator().manual_seed(100 + rank)
+    for _ in range(STEPS):
+        batch = torch.randn(2, WIDTH, generator=generator).to(engine.device, dtype)
+        loss = engine(batch).float().pow(2).mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        parameters = [parameter.detach().cpu().clone() for parameter in model.parameters()]
+    on_host = [not accelerators.get_accelerator().on_device(p) for p in stage3.fp32_partitioned_groups_flat]
+    pinned = transfer.pinned_bytes if transfer is not None else 0
+    engine.destroy()
+    result = {
+        "parameters": parameters,
+        "digest": hashlib.sha256(b"".join(p.view(torch.uint8).numpy().tobytes() for p in parameters)).hexdigest(),
+        "losses": losses,
+        "sub_groups": len(stage3.fp32_partitioned_groups_flat),
+        "masters_on_host": sum(on_host),
+        "submitted": len(submitted),
+        "pinned_bytes": pinned,
+        "pinned_bytes_after_destroy": transfer.pinned_bytes if transfer is not None else 0,
+        "world_size": int(os.environ["WORLD_SIZE"]),
+    }
+    if how == "install":
+        zero3.uninstall()
+    result["hooks_left"] = len(zero3._hooks)
+    return result
+
+
+def count_submits(transfer):
+    """Every copy that ZeRO-3 hands to the interface adds to the list returned."""
+    submitted = []
+    if transfer is not None:
+        submit = transfer.submit
+
+        def counting(destination, source):
+            submitted.append(destination.numel())
+            return submit(destination, source)
+
+        transfer.submit = counting
+    return submitted
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""Where ZeRO-3 finds its configuration: argument > environment > DeepSpeed config > defaults."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from accelerators.plugins import nearest
+
+from .config import TransferConfig
+from .config_file import ENVIRONMENT_VARIABLE, ConfigLike, resolve_config
+from .errors import ConfigError, ConfigProblem
+
+#: Top-level key of a DeepSpeed config that holds our section, or the path of a YAML file with it.
+SECTION = "host_to_device_transfer"
+
+logger = logging.getLogger("transfer")
+
+
+def config_for_engine(argument: ConfigLike | None, deepspeed_config: Mapping[str, Any]) -> TransferConfig:
+    """The configuration for one engine.
+
+    Args:
+        argument: What the caller gave; wins over everything else.
+        deepspeed_config: The DeepSpeed config as a mapping; empty where it is not known.
+
+    Raises:
+        ConfigError: The configuration that applies has mistakes, or the DeepSpeed config has a key
+            that looks like a misspelt ``host_to_device_transfer``, which DeepSpeed would ignore.
+    """
+    if SECTION not in deepspeed_config:
+        _refuse_near_misses(deepspeed_config)
+    if argument is not None:
+        return resolve_config(argument)
+    section = deepspeed_config.get(SECTION)
+    if os.environ.get(ENVIRONMENT_VARIABLE):
+        if section is not None:
+            logger.warning("$%s overrides %s of the DeepSpeed config", ENVIRONMENT_VARIABLE, SECTION)
+        return resolve_config(None)
+    if section is None:
+        return TransferConfig()
+    if not isinstance(section, Mapping | str):
+        kind = type(section).__name__
+        message = f"found {section!r:.60} ({kind}): expected a mapping, or the path of a YAML file"
+        raise ConfigError([ConfigProblem(SECTION, message)])
+    return resolve_config(section, origin=SECTION)
+
+
+def _refuse_near_misses(deepspeed_config: Mapping[str, Any]) -> None:
+    for key in deepspeed_config:
+        if isinstance(key, str) and nearest(key, [SECTION], cutoff=0.8):
+            raise ConfigError([ConfigProblem(key, f"unknown key of the DeepSpeed config; did you mean {SECTION!r}?")])
