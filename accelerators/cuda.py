@@ -22,13 +22,13 @@ class CudaAccelerator(DeepSpeedAdapter):
             return super().register_host_memory(address, num_bytes)
         except RuntimeError:
             # A refused cudaHostRegister stays behind as the thread's last error, and the next,
-            # unrelated kernel launch would report it; an empty launch check takes it away.
+            # unrelated kernel launch would report it (seen on an H200); let ours be that launch.
             _take_last_error()
             raise
 
 
 def _take_last_error() -> None:
     try:
-        torch.zeros(1, device="cuda")
+        torch.empty(1, device="cuda").fill_(0)
     except RuntimeError:
         return
