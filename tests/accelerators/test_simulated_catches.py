@@ -1,0 +1,152 @@
+"""The simulated accelerator turns every missing wait into wrong values, on every run and every seed."""
+
+import pytest
+import torch
+
+from accelerators.simulated import SimulatedAccelerator
+
+SEEDS = range(40)
+
+
+def staging_loop(accelerator, destination, source, chunk, *, mistake=None):
+    """The textbook loop over two pinned buffers, with one mistake on request."""
+    buffers = [accelerator.pin_empty(chunk, dtype=destination.dtype) for _ in range(2)]
+    guards = [None, None]
+    other = accelerator.Stream()
+    event = None
+    for index, offset in enumerate(range(0, source.numel(), chunk)):
+        slot = index % 2
+        if guards[slot] is not None and mistake != "no reuse wait":
+            guards[slot].synchronize()
+        piece = source[offset : offset + chunk]
+        buffers[slot][: piece.numel()].copy_(piece)
+        event = accelerator.Event()
+        if mistake == "event recorded too early":
+            event.record()
+        accelerator.enqueue_copy(destination[offset : offset + chunk], buffers[slot][: piece.numel()])
+        if mistake == "event on the wrong stream":
+            event.record(other)
+        elif mistake != "event recorded too early":
+            event.record()
+        guards[slot] = event
+    if mistake != "no final wait":
+        event.synchronize()
+    return destination.clone()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("chunk", [1, 3, 9])
+def test_the_right_loop_is_right(seed, chunk):
+    accelerator = SimulatedAccelerator(seed)
+    destination = accelerator.device_empty(10, dtype=torch.bfloat16)
+    assert staging_loop(accelerator, destination, torch.arange(10.0), chunk).tolist() == list(range(10))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(
+    "mistake", ["no reuse wait", "no final wait", "event on the wrong stream", "event recorded too early"]
+)
+@pytest.mark.parametrize("chunk", [1, 2, 3, 4])
+def test_each_mistake_gives_wrong_values_every_time(seed, mistake, chunk):
+    accelerator = SimulatedAccelerator(seed)
+    destination = accelerator.device_empty(10, dtype=torch.bfloat16)
+    got = staging_loop(accelerator, destination, torch.arange(10.0), chunk, mistake=mistake)
+    assert got.tolist() != list(range(10))
+
+
+def test_what_exactly_goes_wrong():
+    """Chunks 0-2, 3-5, 6-8, 9 in two buffers: worked out by hand."""
+    destination = (accelerator := SimulatedAccelerator()).device_empty(10, dtype=torch.bfloat16)
+    got = staging_loop(accelerator, destination, torch.arange(10.0), 3, mistake="no reuse wait")
+    # The first copy reads its buffer after chunk 6-8 was cast into it, the second after 9 was.
+    assert got.tolist() == [6, 7, 8, 9, 4, 5, 6, 7, 8, 9]
+
+    destination = (accelerator := SimulatedAccelerator()).device_empty(10, dtype=torch.bfloat16)
+    destination.fill_(-1)
+    got = staging_loop(accelerator, destination, torch.arange(10.0), 3, mistake="no final wait")
+    # Only the two copies whose buffers were needed again have happened.
+    assert got.tolist() == [0, 1, 2, 3, 4, 5, -1, -1, -1, -1]
+
+
+def scratch_ring(accelerator, jobs, *, guards_belong_to_the_buffer):
+    """Copies each job through two device scratch buffers on one stream, casting on another.
+
+    The cast of a chunk must be done before the same scratch is written again. Keeping the events of the
+    casts for each job, not for each buffer, forgets that for the first chunks of the next job.
+    """
+    incoming, casting = accelerator.Stream(), accelerator.Stream()
+    chunk = jobs[0][1].numel() // 4
+    scratch = [accelerator.device_empty(chunk, dtype=torch.float32) for _ in range(2)]
+    guards = [None, None]
+    for destination, source in jobs:
+        if not guards_belong_to_the_buffer:
+            guards = [None, None]
+        for index in range(4):
+            slot = index % 2
+            if guards[slot] is not None:
+                incoming.wait_event(guards[slot])
+            piece = slice(index * chunk, (index + 1) * chunk)
+            with accelerator.stream(incoming):
+                accelerator.enqueue_copy(scratch[slot], source[piece])
+                arrived = accelerator.Event()
+                arrived.record()
+            casting.wait_event(arrived)
+            with accelerator.stream(casting):
+                accelerator.enqueue_copy(destination[piece], scratch[slot])
+                guards[slot] = accelerator.Event()
+                guards[slot].record()
+    casting.synchronize()
+
+
+def scratch_result(seed, *, guards_belong_to_the_buffer):
+    accelerator = SimulatedAccelerator(seed)
+    jobs = []
+    for value in range(12):
+        source = accelerator.pin_empty(8, dtype=torch.float32)
+        source.copy_(torch.arange(8.0) + 8 * value)
+        jobs.append((accelerator.device_empty(8, dtype=torch.bfloat16), source))
+    scratch_ring(accelerator, jobs, guards_belong_to_the_buffer=guards_belong_to_the_buffer)
+    return torch.stack([destination for destination, _ in jobs]).flatten().tolist()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_guards_that_belong_to_the_call_are_caught(seed):
+    assert scratch_result(seed, guards_belong_to_the_buffer=True) == list(range(96))
+    assert scratch_result(seed, guards_belong_to_the_buffer=False) != list(range(96))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_stream_that_does_not_wait_for_another_is_caught(seed):
+    accelerator = SimulatedAccelerator(seed)
+    pinned = accelerator.pin_empty(4, dtype=torch.float32)
+    pinned.fill_(1)
+    first, second = (accelerator.device_empty(4, dtype=torch.float32) for _ in range(2))
+    with accelerator.stream(accelerator.Stream()):
+        accelerator.enqueue_copy(first, pinned)
+    consumer = accelerator.Stream()
+    with accelerator.stream(consumer):
+        accelerator.enqueue_copy(second, first)
+    consumer.synchronize()
+    assert not torch.equal(second, torch.ones(4))
+
+
+def test_old_work_of_another_stream_overtakes_nothing_it_was_ordered_before():
+    accelerator = SimulatedAccelerator()
+    old, new = (accelerator.pin_empty(4, dtype=torch.float32) for _ in range(2))
+    old.fill_(1)
+    new.fill_(2)
+    destination = accelerator.device_empty(4, dtype=torch.float32)
+    accelerator.enqueue_copy(destination, old)
+    side = accelerator.Stream()
+    side.wait_stream(accelerator.current_stream())
+    with accelerator.stream(side):
+        accelerator.enqueue_copy(destination, new)
+    side.synchronize()
+    accelerator.synchronize()
+    assert destination.tolist() == [2, 2, 2, 2]
+
+
+def test_the_same_seed_gives_the_same_order():
+    assert scratch_result(3, guards_belong_to_the_buffer=False) == scratch_result(3, guards_belong_to_the_buffer=False)
+    orders = {tuple(scratch_result(seed, guards_belong_to_the_buffer=False)) for seed in SEEDS}
+    assert len(orders) > 1, "the seed must matter"
