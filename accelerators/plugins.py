@@ -64,7 +64,7 @@ class Registry(Generic[T]):
         with self._lock:
             points = [point for point in self._entry_points() if point.name == name]
             if len(points) + (name in self._entries) > 1:
-                owners = ", ".join(_owner(point) for point in points)
+                owners = ", ".join(sorted(_owner(point) for point in points))
                 raise self._refused(
                     f"{self._kind} {name!r} is claimed more than once (entry points of: {owners}); "
                     "uninstall one of them or register under another name"

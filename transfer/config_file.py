@@ -19,6 +19,8 @@ ROOT = "transfer"
 #: Names the YAML file to use where no configuration is given as an argument.
 ENVIRONMENT_VARIABLE = "H2D_CONFIG"
 
+_TEXT_KEYS = ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge")
+
 ConfigLike = TransferConfig | Mapping[str, Any] | str | os.PathLike[str]
 
 
@@ -81,7 +83,7 @@ def _validate(content: dict[Any, Any], prefix: str, file: str | None, lines: dic
 
     strange = [key for key in content if not isinstance(key, str)]
     if strange:
-        raise ConfigError([ConfigProblem(dotted(prefix, (str(key),)), "keys must be text", *locate((key,))) for key in strange])
+        raise ConfigError([ConfigProblem(dotted(prefix, (str(key),)), "keys must be text") for key in strange])
     if file is None and ROOT in content:
         raise ConfigError(f"{dotted(prefix, (ROOT,))}: a mapping is the content of that section: leave {ROOT!r} out")
     try:
@@ -103,13 +105,15 @@ def _parse(text: str, file: str) -> tuple[dict[Location, int], dict[Any, Any]]:
         reason = getattr(error, "problem", None) or str(error)
         line = mark.line + 1 if mark is not None else None
         raise ConfigError([ConfigProblem("", f"this is not YAML: {reason}", file, line)]) from error
+    if problems:
+        raise ConfigError(problems)
     if content is None:
         return {}, {}
     if not isinstance(content, dict):
         kind = type(content).__name__
         raise ConfigError([ConfigProblem("", f"expected one top-level key, {ROOT!r}, found a {kind}", file, 1)])
-    problems += [
-        ConfigProblem(str(key), _misplaced(key), file, lines.get((str(key),)) or lines.get((key,)))
+    problems = [
+        ConfigProblem(key, _misplaced(key), file, lines.get((key,)))
         for key in content
         if key != ROOT
     ]
@@ -146,8 +150,12 @@ def _walk(
             key = str(getattr(key_node, "value", key_node))
             line = key_node.start_mark.line + 1
             location = (*path, key)
-            if key in seen:
+            message = None
+            if key_node.tag not in _TEXT_KEYS:
+                message = f"keys must be text, and YAML reads {key!r} as something else; put it in quotes if it is meant"
+            elif key in seen:
                 message = f"this key stands on line {seen[key]} already"
+            if message is not None:
                 problems.append(ConfigProblem(dotted("", location), message, file, line))
             seen[key] = lines[location] = line
             _walk(value_node, location, lines, problems, file, parents)

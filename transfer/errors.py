@@ -16,7 +16,9 @@
         ├── ConfigFileError         (OSError)      a file that cannot be read
         └── UnknownStrategyError    (LookupError)  nobody registered this strategy
 
-    FallbackWarning                 (UserWarning)  a slower strategy stands in, once per transfer object
+    TransferWarning                 (UserWarning)
+    ├── FallbackWarning             a slower strategy stands in; once for each transfer object
+    └── PinnedMemoryWarning         more memory is pinned than the configuration says
 
 Each also derives from the builtin that a caller would catch. Errors of a vendor's own code reach
 the caller as they are.
@@ -118,5 +120,13 @@ class UnknownStrategyError(ConfigError, LookupError):
     """No strategy is registered under the name asked for; the nearest one is given."""
 
 
-class FallbackWarning(UserWarning):
+class TransferWarning(UserWarning):
+    """Base of every warning of ``transfer``."""
+
+
+class FallbackWarning(TransferWarning):
     """A strategy cannot run here, and a slower one stands in for it from now on."""
+
+
+class PinnedMemoryWarning(TransferWarning):
+    """The accelerator rounds pinned memory up, so that a staging buffer takes much more than it holds."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from accelerators import Accelerator, AcceleratorError
 
 from ..chunks import paired_chunks
-from ..errors import FallbackWarning, StrategyUnavailableError
+from ..errors import FallbackWarning, PinnedMemoryWarning, StrategyUnavailableError
 from ..in_flight import EventCopy, InFlightCopy
 from ..interface import HostToDeviceTransfer
 from ..sizes import BufferCount, Elements
@@ -169,7 +169,7 @@ class PinnedStagedTransfer(HostToDeviceTransfer):
                 f"each staging buffer of {wanted} bytes really takes {taken}, because pinned memory is rounded up to "
                 f"a power of two here: set `pinned_staged.chunk_elements` to {taken // dtype.itemsize} or "
                 f"{taken // dtype.itemsize // 2}",
-                FallbackWarning,
+                PinnedMemoryWarning,
                 stacklevel=2,
             )
 

@@ -1,0 +1,335 @@
+"""Every mistake in a configuration: where it is, what was found, what is allowed, what was meant."""
+
+import os
+import pickle
+import textwrap
+
+import pytest
+import torch
+
+import transfer
+from transfer import (
+    ConfigError,
+    ConfigFileError,
+    PinnedStagedConfig,
+    StrategyConfig,
+    TransferConfig,
+    TransferPolicy,
+    build_transfer,
+    load_config,
+    register_strategy,
+    unregister_strategy,
+)
+from transfer.strategies import PageableTransfer
+
+
+@pytest.fixture
+def yaml_file(tmp_path):
+    def write(text):
+        path = tmp_path / "h2d.yaml"
+        path.write_text(textwrap.dedent(text))
+        return path
+
+    return write
+
+
+def complaint(path):
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert isinstance(caught.value, ValueError)
+    return str(caught.value).replace(str(path), "FILE")
+
+
+def test_a_whole_file(yaml_file):
+    config = load_config(
+        yaml_file("""
+            transfer:
+              accelerator: simulated
+              strategy: pinned_staged
+              fallback: false
+              pinned_staged: {chunk_elements: 0x400000, buffers: 3}
+              rules:
+                - {when: {smaller_than: 1MiB}, use: pageable}
+                - {when: {source_dtype: float32, destination_dtype: torch.float16, at_least: 2GB}, use: pageable}
+                - {when: {source_pinned: true}, use: pageable}
+        """)
+    )
+    assert config.accelerator == "simulated"
+    assert config.strategy == "pinned_staged"
+    assert config.fallback is False
+    assert config.section("pinned_staged") == PinnedStagedConfig(chunk_elements=4_194_304, buffers=3)
+    assert config.section("pageable") == StrategyConfig()
+    assert [rule.use for rule in config.rules] == ["pageable"] * 3
+    assert config.rules[0].when.smaller_than == 1_048_576
+    assert config.rules[1].when.at_least == 2_000_000_000
+    assert config.rules[1].when.source_dtype is torch.float32
+    assert config.rules[1].when.destination_dtype is torch.float16
+
+
+@pytest.mark.parametrize("text", ["", "# nothing yet\n", "transfer:\n", "transfer: {}\n", "---\n"])
+def test_nothing_means_the_defaults(yaml_file, text):
+    assert load_config(yaml_file(text)) == TransferConfig()
+    assert TransferConfig().section("pinned_staged").chunk_elements == 16_777_216
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [("67_108_864", 67_108_864), ("0x4000000", 67_108_864), ("1", 1), ("1073741824", 1_073_741_824)],
+)
+def test_ways_to_write_a_count(yaml_file, written, meant):
+    path = yaml_file(f"transfer: {{pinned_staged: {{chunk_elements: {written}}}}}")
+    assert load_config(path).section("pinned_staged").chunk_elements == meant
+
+
+@pytest.mark.parametrize(
+    ("written", "hint"),
+    [
+        ("1e8", "found '1e8' (str): expected a whole number of elements; write it out: 100000000"),
+        ("1.0e8", "found '1.0e8' (str): expected a whole number of elements; write it out: 100000000"),
+        ("1.0e+8", "found 100000000.0 (float): expected a whole number of elements; write it out: 100000000"),
+        ("1.5", "found 1.5 (float): expected a whole number of elements; write it as 16777216"),
+        ("2**26", "found '2**26' (str): expected a whole number of elements"),
+        ("256MiB", "this counts elements, not bytes, and takes no unit"),
+        ("auto", "found 'auto' (str): expected a whole number of elements"),
+        ("true", "found True (bool): expected a whole number of elements"),
+        ("", "found nothing: expected a whole number of elements"),
+        ("0", "found 0 (int): expected from 1 to 1073741824 elements"),
+        ("-4", "found -4 (int): expected from 1 to 1073741824 elements"),
+        ("[1]", "found [1] (list): expected a whole number of elements"),
+        (".inf", "found inf (float)"),
+        (".nan", "found nan (float)"),
+    ],
+)
+def test_ways_not_to_write_a_count(yaml_file, written, hint):
+    path = yaml_file(f"transfer:\n  pinned_staged:\n    chunk_elements: {written}\n")
+    message = complaint(path)
+    assert message.startswith("FILE:3: transfer.pinned_staged.chunk_elements: ")
+    assert hint in message
+
+
+@pytest.mark.parametrize(
+    ("written", "size"),
+    [("1MiB", 2**20), ("1 MiB", 2**20), ("1.5KiB", 1536), ("7B", 7), ("2KB", 2000), ("1GiB", 2**30), ("4096", 4096)],
+)
+def test_ways_to_write_a_size(yaml_file, written, size):
+    path = yaml_file(f"transfer: {{rules: [{{when: {{smaller_than: {written}}}, use: pageable}}]}}")
+    assert load_config(path).rules[0].when.smaller_than == size
+
+
+@pytest.mark.parametrize(
+    ("written", "hint"),
+    [
+        ("1M", "unknown unit 'M'; write 1MiB or 1MB"),
+        ("64G", "unknown unit 'G'; write 64GiB or 64GB"),
+        ("1mib", "unknown unit 'mib'; write 1MiB or 1MB"),
+        ("1e6", "write 1000000"),
+        ("1.3B", "not a whole number of bytes"),
+        ("-1", "expected a size in bytes"),
+        ("big", "such as 1048576 or 1MiB"),
+        ("yes", "expected a size in bytes"),
+    ],
+)
+def test_ways_not_to_write_a_size(yaml_file, written, hint):
+    message = complaint(yaml_file(f"transfer: {{rules: [{{when: {{smaller_than: {written}}}, use: pageable}}]}}"))
+    assert message.startswith("FILE:1: transfer.rules[0].when.smaller_than: found ")
+    assert hint in message
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "transfer:\n  strategi: pageable\n",
+            "FILE:2: transfer.strategi: unknown key 'strategi'. Did you mean 'strategy'? "
+            "Allowed here: accelerator, fallback, pageable, pinned_staged, rules, strategy.",
+        ),
+        (
+            "transfer:\n  pin_memroy: true\n",
+            "FILE:2: transfer.pin_memroy: unknown key 'pin_memroy'. "
+            "Allowed here: accelerator, fallback, pageable, pinned_staged, rules, strategy.",
+        ),
+        (
+            "transfer:\n  chunk_elements: 4\n",
+            "FILE:2: transfer.chunk_elements: unknown key 'chunk_elements'. It belongs under 'pinned_staged'.",
+        ),
+        (
+            "transfer:\n  pinned_staged:\n    fallback: true\n",
+            "FILE:3: transfer.pinned_staged.fallback: unknown key 'fallback'. It belongs one level up.",
+        ),
+        ("strategy: pageable\n", "FILE:1: strategy: this key belongs under 'transfer'"),
+        ("transfer: {}\npinned_staged: {buffers: 2}\n", "FILE:2: pinned_staged: this key belongs under 'transfer'"),
+        ("transfr: {}\n", "FILE:1: transfr: unknown key 'transfr'. Everything stands under the one top-level key 'transfer'."),
+        ("- transfer\n", "FILE:1: expected one top-level key, 'transfer', found a list"),
+        ("just text\n", "FILE:1: expected one top-level key, 'transfer', found a str"),
+        ("transfer: [1]\n", "FILE:1: transfer: found [1] (list): expected a mapping"),
+        ("transfer: pageable\n", "FILE:1: transfer: found 'pageable' (str): expected a mapping"),
+        ("transfer:\n  pinned_staged: 4\n", "FILE:2: transfer.pinned_staged: found 4 (int): expected a mapping"),
+        ("transfer:\n  rules: {}\n", "FILE:2: transfer.rules: found {} (dict): expected a list"),
+        (
+            "transfer:\n  rules:\n  - use: pageable\n",
+            "FILE:3: transfer.rules[0].when: this key is required",
+        ),
+        (
+            "transfer:\n  rules:\n  - when: {}\n    use: pageable\n",
+            "FILE:3: transfer.rules[0].when: found {} (dict): a rule needs at least one condition",
+        ),
+        (
+            "transfer:\n  rules:\n  - when: {smaler_than: 4}\n    use: pageable\n",
+            "FILE:3: transfer.rules[0].when.smaler_than: unknown key 'smaler_than'. Did you mean 'smaller_than'?",
+        ),
+        (
+            "transfer:\n  rules:\n  - when: {source_dtype: fp32}\n    use: pageable\n",
+            "FILE:3: transfer.rules[0].when.source_dtype: found 'fp32' (str): expected the name of a torch dtype",
+        ),
+        ("transfer:\n  fallback: 'yes'\n", "FILE:2: transfer.fallback: found 'yes' (str): expected true or false"),
+        ("transfer:\n  fallback: 1\n", "FILE:2: transfer.fallback: found 1 (int): expected true or false"),
+        (
+            "transfer:\n  strategy: pinned\n",
+            "FILE:2: transfer.strategy: found 'pinned' (str): unknown strategy 'pinned'. Did you mean 'pinned_staged'? "
+            "Registered: pageable, pinned_staged.",
+        ),
+        ("transfer:\n  strategy: auto\n", "Leave the key out for the default."),
+        ("transfer:\n  strategy: 3\n", "FILE:2: transfer.strategy: found 3 (int): unknown strategy 3."),
+        (
+            "transfer:\n  accelerator: CPU\n",
+            "FILE:2: transfer.accelerator: found 'CPU' (str): unknown accelerator 'CPU'. Did you mean 'cpu'? Registered: cpu, ",
+        ),
+        ("transfer:\n  accelerator: gpu\n", "FILE:2: transfer.accelerator: found 'gpu' (str): unknown accelerator 'gpu'."),
+        (
+            "transfer:\n  strategy: pageable\n  fallback: true\n  strategy: pageable\n",
+            "FILE:4: transfer.strategy: this key stands on line 2 already",
+        ),
+        ("transfer: {}\ntransfer: {}\n", "FILE:2: transfer: this key stands on line 1 already"),
+        ("transfer:\n  pinned_staged:\n    buffers: 2\n    buffers: 2\n", "FILE:4: transfer.pinned_staged.buffers: this key"),
+        ("transfer:\n\tstrategy: pageable\n", "FILE:2: this is not YAML: "),
+        ("transfer: {\n", "this is not YAML: "),
+        ("transfer: {}\n---\ntransfer: {}\n", "FILE:2: this is not YAML: "),
+        ("transfer: !!python/object:os.system {}\n", "FILE:1: this is not YAML: "),
+        ("transfer:\n  1: x\n", "FILE:2: transfer.1: keys must be text"),
+        ("transfer:\n  on: true\n", "FILE:2: transfer.on: keys must be text, and YAML reads 'on' as something else"),
+        ("transfer:\n  pinned_staged: {7: 2}\n", "FILE:2: transfer.pinned_staged.7: keys must be text"),
+        ("? [a]\n: b\n", "FILE:1: "),
+    ],
+)
+def test_each_mistake_has_its_place_and_its_remedy(yaml_file, text, expected):
+    assert expected in complaint(yaml_file(text))
+
+
+def test_every_mistake_is_listed_at_once(yaml_file):
+    path = yaml_file("transfer:\n  strategi: x\n  fallback: maybe\n  pinned_staged: {buffers: 0, chunks: 3}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    keys = {(problem.line, problem.key) for problem in caught.value.problems}
+    assert keys == {
+        (2, "transfer.strategi"),
+        (3, "transfer.fallback"),
+        (4, "transfer.pinned_staged.buffers"),
+        (4, "transfer.pinned_staged.chunks"),
+    }
+    assert all(problem.file == str(path) for problem in caught.value.problems)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+def test_anchors_and_merges_work_and_a_loop_of_anchors_ends(yaml_file):
+    config = load_config(
+        yaml_file("""
+            transfer:
+              pinned_staged: &ring {chunk_elements: 5}
+              rules:
+              - {when: &small {smaller_than: 4}, use: pageable}
+              - {when: {<<: *small, at_least: 2}, use: pageable}
+        """)
+    )
+    assert config.section("pinned_staged").chunk_elements == 5
+    assert config.rules[1].when.smaller_than == 4
+    assert "rules" in complaint(yaml_file("transfer:\n  rules: &loop [*loop]\n"))
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    missing = tmp_path / "nowhere.yaml"
+    with pytest.raises(FileNotFoundError, match="no such configuration file") as caught:
+        load_config(missing)
+    assert str(missing) in str(caught.value)
+    assert isinstance(caught.value, ConfigError)
+    with pytest.raises(ConfigFileError, match="cannot be read") as caught:
+        load_config(tmp_path)
+    assert isinstance(caught.value, OSError)
+    (tmp_path / "latin.yaml").write_bytes(b"transfer: {strategy: \xe9}\n")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(tmp_path / "latin.yaml")
+
+
+def test_a_home_directory_is_expanded(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "h2d.yaml").write_text("transfer: {strategy: pageable}")
+    assert load_config("~/h2d.yaml").strategy == "pageable"
+
+
+def test_a_mapping_is_the_content_of_the_section():
+    assert TransferPolicy({"strategy": "pageable"}).config.strategy == "pageable"
+    assert TransferPolicy({}).config == TransferConfig()
+    with pytest.raises(ConfigError, match="7: keys must be text"):
+        build_transfer({7: 2})
+    with pytest.raises(ConfigError, match="a mapping is the content of that section: leave 'transfer' out"):
+        build_transfer({"transfer": {"strategy": "pageable"}})
+    with pytest.raises(ConfigError, match=r"^pinned_staged\.buffers: found 'x'"):
+        build_transfer({"pinned_staged": {"buffers": "x"}})
+    with pytest.raises(ConfigError, match="expected a TransferConfig, a mapping or the path"):
+        build_transfer(3)
+    assert build_transfer(TransferConfig(strategy="pageable")).policy.config.strategy == "pageable"
+
+
+def test_the_environment_names_a_file_for_where_none_is_given(yaml_file, monkeypatch):
+    monkeypatch.setenv("H2D_CONFIG", str(yaml_file("transfer: {strategy: pageable}")))
+    assert build_transfer().policy.config.strategy == "pageable"
+    assert build_transfer({}).policy.config.strategy is None
+    monkeypatch.setenv("H2D_CONFIG", "")
+    assert build_transfer().policy.config.strategy is None
+    monkeypatch.setenv("H2D_CONFIG", os.devnull + "/nowhere")
+    with pytest.raises(ConfigError):
+        build_transfer()
+
+
+def test_configurations_are_frozen_and_pickle():
+    config = TransferConfig(
+        strategy="pinned_staged",
+        pinned_staged={"chunk_elements": 7},
+        rules=[{"when": {"source_dtype": "float32"}, "use": "pageable"}],
+    )
+    assert pickle.loads(pickle.dumps(config)) == config
+    assert config.pinned_staged.chunk_elements == 7
+    for change in (lambda: setattr(config, "strategy", "pageable"), lambda: setattr(config.pinned_staged, "buffers", 9)):
+        with pytest.raises(ValueError, match="frozen"):
+            change()
+    with pytest.raises(ConfigError, match="unknown key 'chunk'"):
+        TransferConfig(pinned_staged={"chunk": 7})
+    with pytest.raises(transfer.TransferError, match="unknown key 'buffer'"):
+        PinnedStagedConfig(buffer=7)
+
+
+class MineConfig(StrategyConfig):
+    flavour: str = "plain"
+
+
+class Mine(PageableTransfer):
+    Config = MineConfig
+
+
+@pytest.fixture
+def mine():
+    register_strategy("mine", Mine)
+    yield
+    unregister_strategy("mine")
+
+
+@pytest.mark.usefixtures("mine")
+def test_a_registered_strategy_owns_a_section(yaml_file):
+    config = load_config(yaml_file("transfer:\n  strategy: mine\n  mine: {flavour: spicy}\n"))
+    assert config.section("mine") == MineConfig(flavour="spicy")
+    assert pickle.loads(pickle.dumps(config)) == config
+    message = complaint(yaml_file("transfer:\n  mine: {flavor: spicy}\n"))
+    assert "transfer.mine.flavor: unknown key 'flavor'. Did you mean 'flavour'? Allowed here: flavour." in message
+
+
+def test_a_strategy_that_is_not_registered_has_no_section(yaml_file):
+    assert "unknown key 'mine'" in complaint(yaml_file("transfer:\n  mine: {flavour: spicy}\n"))
