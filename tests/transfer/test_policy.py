@@ -1,0 +1,242 @@
+"""Which strategy is picked, and that the reason can be acted on."""
+
+import timeit
+
+import pytest
+import torch
+
+import accelerators
+from accelerators import get_accelerator
+from accelerators.simulated import SimulatedAccelerator
+from transfer import (
+    Decision,
+    HostToDeviceTransfer,
+    PageableTransfer,
+    StrategyRegistrationError,
+    TransferError,
+    TransferPolicy,
+    UnknownStrategyError,
+    build_transfer,
+    get_strategy,
+    register_strategy,
+    strategy_names,
+    unregister_strategy,
+)
+
+LARGE = 2**20
+
+
+def pair(simulated, numel=LARGE, dtype=torch.bfloat16):
+    return simulated.device_empty(numel, dtype=dtype), torch.zeros(numel)
+
+
+def test_the_default_policy(simulated):
+    policy = TransferPolicy({}, simulated)
+    destination, source = pair(simulated)
+    assert policy.select(destination, source).strategy == "pinned_staged"
+    assert policy.select(source, source) == Decision("pageable", "The destination is not in the memory of simulated.")
+    device_source = simulated.device_empty(LARGE, dtype=torch.float32)
+    assert policy.select(destination, device_source).reason == "The source is on the device, so this is a plain device copy."
+
+
+@pytest.mark.parametrize(("numel", "strategy"), [(2**19 - 1, "pageable"), (2**19, "pinned_staged")])
+def test_small_copies_are_pageable(simulated, numel, strategy):
+    # 2^19 bf16 elements are 1 MiB at the destination.
+    decision = TransferPolicy({}, simulated).select(*pair(simulated, numel))
+    assert decision.strategy == strategy
+    if strategy == "pageable":
+        assert decision.reason == "1048574 bytes are too few for staging to pay; it starts at 1048576."
+
+
+def test_what_an_accelerator_lacks_is_the_reason():
+    for options, reason in (
+        ({"streams": False}, "This simulated accelerator was made without streams."),
+        ({"events": False}, "This simulated accelerator was made without events."),
+    ):
+        bare = SimulatedAccelerator(**options)
+        assert TransferPolicy({}, bare).select(*pair(bare)) == Decision("pageable", reason)
+    cpu = get_accelerator("cpu")
+    decision = TransferPolicy({}, cpu).select(torch.zeros(LARGE, dtype=torch.bfloat16), torch.zeros(LARGE))
+    assert decision == Decision("pageable", "The CPU accelerator runs all work on the calling thread, so it has no streams.")
+
+
+def test_a_pinned_source_needs_staging_only_for_a_cast(simulated):
+    policy = TransferPolicy({}, simulated)
+    pinned = simulated.pin_empty(LARGE, dtype=torch.float32)
+    assert policy.select(simulated.device_empty(LARGE, dtype=torch.float32), pinned).strategy == "pageable"
+    assert policy.select(simulated.device_empty(LARGE, dtype=torch.bfloat16), pinned).strategy == "pinned_staged"
+
+
+def test_rules_come_first_and_in_order(simulated):
+    config = {
+        "strategy": "pinned_staged",
+        "rules": [
+            {"when": {"smaller_than": "1KiB"}, "use": "pageable"},
+            {"when": {"at_least": "1MiB", "destination_dtype": "float16"}, "use": "pageable"},
+            {"when": {"source_pinned": True}, "use": "pageable"},
+        ],
+    }
+    policy = TransferPolicy(config, simulated)
+    assert policy.select(*pair(simulated, 100)) == Decision("pageable", "Rule 0 matches: smaller_than: 1024.")
+    assert policy.select(*pair(simulated, dtype=torch.float16)).reason == (
+        "Rule 1 matches: at_least: 1048576, destination_dtype: float16."
+    )
+    assert policy.select(*pair(simulated, 1000)) == Decision(
+        "pinned_staged", "The configuration says `strategy: pinned_staged`."
+    )
+    pinned = simulated.pin_empty(1000, dtype=torch.float32)
+    assert policy.select(simulated.device_empty(1000, dtype=torch.bfloat16), pinned).strategy == "pageable"
+    assert policy.candidates == ("pageable", "pinned_staged")
+
+
+def test_a_sub_group_that_moves_is_seen_where_it_is(simulated):
+    """Partial offload: the decision follows the tensor at each call, never its identity or an index."""
+    policy = TransferPolicy({}, simulated)
+    destinations = [simulated.device_empty(LARGE, dtype=torch.bfloat16) for _ in range(10)]
+    masters = [torch.zeros(LARGE) for _ in range(10)]
+    on_device = simulated.device_empty(LARGE, dtype=torch.float32)
+    on_host = masters[0].data
+    masters[0].data = on_device
+    picked = [policy.select(*both).strategy for both in zip(destinations, masters, strict=True)]
+    assert picked == ["pageable"] + ["pinned_staged"] * 9
+    masters[0].data = on_host
+    assert policy.select(destinations[0], masters[0]).strategy == "pinned_staged"
+
+
+def test_selecting_is_pure_and_takes_microseconds(simulated):
+    policy = TransferPolicy({"rules": [{"when": {"smaller_than": 10}, "use": "pageable"}]}, simulated)
+    destination, source = pair(simulated)
+    before = (simulated.pinned_bytes, destination.clone().view(torch.int16).sum())
+    each = min(timeit.repeat(lambda: policy.select(destination, source), number=200, repeat=5)) / 200
+    assert each < 200e-6  # measured: 10 us; the margin is for a busy machine
+    assert (simulated.pinned_bytes, destination.view(torch.int16).sum()) == before
+
+
+def test_building_calls_no_accelerator_and_the_first_copy_does():
+    made = []
+
+    def factory():
+        made.append(SimulatedAccelerator())
+        return made[-1]
+
+    accelerators.register_accelerator("lazy", factory)
+    try:
+        transfer = build_transfer({"accelerator": "lazy", "strategy": "pinned_staged"})
+        TransferPolicy({"accelerator": "lazy"})
+        assert made == []
+        transfer.copy(torch.empty(0), torch.empty(0))
+        assert made == [], "nothing to copy needs no accelerator"
+        with pytest.raises(TransferError):
+            transfer.copy(torch.empty(1), torch.empty(2))
+        transfer.copy(torch.zeros(2), torch.ones(2))
+        assert len(made) == 1
+        assert transfer.accelerator is made[0]
+    finally:
+        accelerators.unregister_accelerator("lazy")
+
+
+def test_an_accelerator_that_is_not_there_is_one_clear_error(simulated):
+    simulated.unavailable_reason = lambda: "No Acme card was found."
+    with pytest.raises(RuntimeError, match=r"cannot transfer to simulated: No Acme card was found\.") as caught:
+        build_transfer({}, simulated).copy(torch.zeros(2), torch.ones(2))
+    assert isinstance(caught.value, TransferError)
+
+
+def test_errors_of_accelerators_reach_the_caller_as_transfer_errors():
+    def broken():
+        raise OSError("no driver")
+
+    accelerators.register_accelerator("broken", broken)
+    try:
+        with pytest.raises(TransferError, match="'broken'.*no driver") as caught:
+            build_transfer({"accelerator": "broken"}).copy(torch.zeros(2), torch.ones(2))
+        assert isinstance(caught.value.__cause__, accelerators.AcceleratorError)
+    finally:
+        accelerators.unregister_accelerator("broken")
+
+
+class Mine(PageableTransfer):
+    """Counts what it was given."""
+
+    submitted = 0
+
+    def _submit(self, destination, source):
+        type(self).submitted += 1
+        return super()._submit(destination, source)
+
+
+def test_a_registered_strategy_can_be_chosen_by_name(simulated):
+    register_strategy("mine", Mine)
+    try:
+        assert "mine" in strategy_names()
+        destination, source = pair(simulated, 8)
+        with build_transfer({"strategy": "mine"}, simulated) as transfer:
+            transfer.copy(destination, source + 3)
+        assert Mine.submitted == 1
+        assert destination.tolist() == [3.0] * 8
+        with pytest.raises(StrategyRegistrationError, match="'mine' is registered already"):
+            register_strategy("mine", Mine)
+    finally:
+        unregister_strategy("mine")
+    with pytest.raises(UnknownStrategyError, match="unknown strategy 'mine'"):
+        get_strategy("mine")
+
+
+def test_a_strategy_from_an_entry_point(tmp_path, monkeypatch, simulated):
+    info = tmp_path / "swift-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: swift\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[transfer.strategies]\nswift = swift_h2d:Swift\nwrong = swift_h2d:torch\n")
+    (tmp_path / "swift_h2d.py").write_text(
+        "import torch\nfrom transfer import PageableTransfer\nclass Swift(PageableTransfer):\n    pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    destination, source = pair(simulated, 8)
+    build_transfer({"strategy": "swift", "swift": {}}, simulated).copy(destination, source + 1)
+    assert destination.tolist() == [1.0] * 8
+    with pytest.raises(StrategyRegistrationError, match="'wrong': .* is not a subclass of HostToDeviceTransfer"):
+        get_strategy("wrong")
+
+
+class Unfinished(HostToDeviceTransfer):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy", "message"),
+    [
+        ("mine", object, "is not a subclass of HostToDeviceTransfer"),
+        ("mine", Mine(), "is not a subclass of HostToDeviceTransfer"),
+        ("mine", Unfinished, "Unfinished does not define _submit"),
+        ("My Own", Mine, "lower-case identifier"),
+        ("fallback", Mine, "it is a key of the configuration"),
+        ("pageable", Mine, "'pageable' is registered already"),
+    ],
+)
+def test_wrong_registrations_are_refused(name, strategy, message):
+    before = strategy_names()
+    with pytest.raises(StrategyRegistrationError, match=message):
+        register_strategy(name, strategy)
+    assert strategy_names() == before
+
+
+def test_every_shipped_strategy_is_registered():
+    import transfer.strategies
+
+    def subclasses(of):
+        for cls in of.__subclasses__():
+            yield cls
+            yield from subclasses(cls)
+
+    shipped = {cls for cls in subclasses(HostToDeviceTransfer) if cls.__module__.startswith("transfer.strategies.")}
+    assert shipped == {get_strategy(name) for name in strategy_names()}
+    assert transfer.strategies.PinnedStagedTransfer in shipped
+
+
+def test_decisions_are_logged_once(simulated, caplog):
+    caplog.set_level("INFO", logger="transfer")
+    with build_transfer({}, simulated) as transfer:
+        for _ in range(3):
+            transfer.copy(*pair(simulated, 4))
+            transfer.copy(*pair(simulated))
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == ["pageable", "pinned_staged"]
