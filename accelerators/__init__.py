@@ -8,6 +8,7 @@ neither torch nor deepspeed.
 
 from __future__ import annotations
 
+from . import builtin as _builtin  # noqa: F401 - registers the built-in accelerators
 from .errors import (
     AcceleratorError,
     AcceleratorRegistrationError,
@@ -24,8 +25,6 @@ from .registry import (
     set_accelerator,
     unregister_accelerator,
 )
-
-from . import builtin as _builtin  # noqa: F401, I001 - registers the built-in accelerators
 
 __all__ = [
     "Accelerator",

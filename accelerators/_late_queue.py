@@ -121,9 +121,8 @@ class LateQueue:
             before = needed.get(mark.stream, 0)
             count = next(index for index, entry in enumerate(operations, 1) if entry.completes is mark)
             needed[mark.stream] = max(before, count)
-            for entry in islice(operations, before, count):
-                if entry.awaits is not None and not entry.awaits.done:
-                    open_marks.append(entry.awaits)
+            awaited = (entry.awaits for entry in islice(operations, before, count))
+            open_marks += [mark for mark in awaited if mark is not None and not mark.done]
         return needed
 
     def _step(self, stream: SimulatedStream) -> None:

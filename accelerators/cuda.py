@@ -11,7 +11,7 @@ class CudaAccelerator(DeepSpeedAdapter):
     """DeepSpeed's CUDA accelerator; streams and events follow the device of the tensors given."""
 
     def unavailable_reason(self) -> str | None:
-        if not torch.backends.cuda.is_built():
+        if torch.version.cuda is None and torch.version.hip is None:
             return f"CUDA is not available: this torch ({torch.__version__}) is built without it."
         if not torch.cuda.is_available():
             return f"CUDA is not available: torch {torch.__version__} finds no usable GPU or driver."

@@ -29,7 +29,11 @@ class MpsAccelerator(DeepSpeedAdapter):
             "copies_asynchronously": "Copies to MPS from host memory are finished when they return.",
         }
         return dataclasses.replace(
-            general, pins_host_memory=False, copies_asynchronously=False, pin_rounds_to_power_of_two=False, reasons=reasons
+            general,
+            pins_host_memory=False,
+            copies_asynchronously=False,
+            pin_rounds_to_power_of_two=False,
+            reasons=reasons,
         )
 
     def is_pinned(self, tensor: Tensor) -> bool:

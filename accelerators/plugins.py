@@ -10,7 +10,7 @@ import difflib
 import threading
 from collections.abc import Sequence
 from importlib import metadata
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 T = TypeVar("T")
 
@@ -71,8 +71,8 @@ class Registry(Generic[T]):
                 )
             if points:
                 try:
-                    return points[0].load()
-                except Exception as error:  # noqa: BLE001 - whatever a plug-in's import raises
+                    return cast(T, points[0].load())
+                except Exception as error:
                     raise self._refused(
                         f"{self._kind} {name!r}: loading the entry point {points[0].value!r} of "
                         f"{_owner(points[0])} failed: {error}"

@@ -6,6 +6,8 @@ import pytest
 
 from . import available_accelerators
 
+pytest.register_assert_rewrite("accelerators.testing", "transfer.testing")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.getgroup("accelerators").addoption(

@@ -128,7 +128,7 @@ def _make(name: str, factory: Factory) -> Accelerator:
         accelerator = factory()
     except AcceleratorError:
         raise
-    except Exception as error:  # noqa: BLE001 - whatever a vendor's set-up raises
+    except Exception as error:
         raise AcceleratorUnavailableError(f"accelerator {name!r}: its factory {factory!r} failed: {error}") from error
     check_accelerator(accelerator, f"accelerator {name!r}: its factory {factory!r} returned")
     return accelerator

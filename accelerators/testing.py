@@ -281,9 +281,6 @@ class AcceleratorConformance:
             assert accelerator.current_stream() == before
 
 
-
 def _make(factory: Callable[[], Any] | None) -> Any:
     assert factory is not None
     return factory()
-
-

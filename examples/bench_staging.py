@@ -70,16 +70,23 @@ def main() -> None:
             writer.writerow(["scheme", "round", "seconds", "elements", "threads", "pinned_bytes"])
             for name, values in seconds.items():
                 for round_number, value in enumerate(values[1:]):
-                    row = [name, round_number, f"{value:.6f}", options.elements, torch.get_num_threads(), pinned_bytes[name]]
+                    row = [
+                        name,
+                        round_number,
+                        f"{value:.6f}",
+                        options.elements,
+                        torch.get_num_threads(),
+                        pinned_bytes[name],
+                    ]
                     writer.writerow(row)
 
 
 def link_seconds(accelerator: Accelerator, destination: torch.Tensor) -> float:
-    """What the destination's bytes need to cross from pinned memory, in one piece of up to 2^24 elements after another."""
+    """What the destination's bytes need to cross from pinned memory, 2^24 elements at a time."""
     piece = accelerator.pin_empty(min(2**24, destination.numel()), dtype=destination.dtype)
     accelerator.synchronize()
     started = time.perf_counter()
-    for target in destination.split(piece.numel()):
+    for target in torch.split(destination, piece.numel()):
         accelerator.enqueue_copy(target, piece[: target.numel()])
     accelerator.synchronize()
     elapsed = time.perf_counter() - started
@@ -95,7 +102,8 @@ def show(seconds: dict[str, list[float]], pinned_bytes: dict[str, int], elements
         median = statistics.median(counted)
         pairs = zip(seconds["pageable"][1:], counted, strict=True)
         ratio = statistics.median(base / value for base, value in pairs)
-        print(f"{name:16} {median * 1e3:10.2f} {elements / median / 1e9:13.2f} {ratio:15.2f} {pinned_bytes[name] / 2**20:11.1f}")
+        rate, pinned = elements / median / 1e9, pinned_bytes[name] / 2**20
+        print(f"{name:16} {median * 1e3:10.2f} {rate:13.2f} {ratio:15.2f} {pinned:11.1f}")
 
 
 if __name__ == "__main__":

@@ -45,7 +45,8 @@ class ByteModel(nn.Module):
         mask = torch.full((tokens.shape[1],) * 2, float("-inf"), device=hidden.device, dtype=hidden.dtype).triu(1)
         for layer in self.layers:
             hidden = layer(hidden, src_mask=mask)
-        return self.head(hidden)
+        logits: Tensor = self.head(hidden)
+        return logits
 
 
 def main() -> None:

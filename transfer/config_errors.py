@@ -31,7 +31,7 @@ def problems_of(
     error: ValidationError,
     model: type[BaseModel],
     prefix: str = "",
-    locate: Locate = lambda location: (None, None),
+    locate: Locate = lambda _location: (None, None),
 ) -> list[ConfigProblem]:
     """One problem for each of pydantic's errors.
 

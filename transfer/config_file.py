@@ -112,15 +112,13 @@ def _parse(text: str, file: str) -> tuple[dict[Location, int], dict[Any, Any]]:
     if not isinstance(content, dict):
         kind = type(content).__name__
         raise ConfigError([ConfigProblem("", f"expected one top-level key, {ROOT!r}, found a {kind}", file, 1)])
-    problems = [
-        ConfigProblem(key, _misplaced(key), file, lines.get((key,)))
-        for key in content
-        if key != ROOT
-    ]
+    problems = [ConfigProblem(key, _misplaced(key), file, lines.get((key,))) for key in content if key != ROOT]
     section = content.get(ROOT)
     if section is not None and not isinstance(section, dict):
         kind = type(section).__name__
-        problems.append(ConfigProblem(ROOT, f"found {section!r:.60} ({kind}): expected a mapping", file, lines.get((ROOT,))))
+        problems.append(
+            ConfigProblem(ROOT, f"found {section!r:.60} ({kind}): expected a mapping", file, lines.get((ROOT,)))
+        )
     if problems:
         raise ConfigError(problems)
     return {location[1:]: line for location, line in lines.items()}, section or {}
@@ -152,7 +150,9 @@ def _walk(
             location = (*path, key)
             message = None
             if key_node.tag not in _TEXT_KEYS:
-                message = f"keys must be text, and YAML reads {key!r} as something else; put it in quotes if it is meant"
+                message = (
+                    f"keys must be text, and YAML reads {key!r} as something else; put it in quotes if it is meant"
+                )
             elif key in seen:
                 message = f"this key stands on line {seen[key]} already"
             if message is not None:

@@ -32,7 +32,9 @@ def register_strategy(name: str, strategy: type[HostToDeviceTransfer]) -> None:
     from .config import TransferConfig
 
     if name in TransferConfig.model_fields:
-        raise StrategyRegistrationError(f"strategy name {name!r} cannot be registered: it is a key of the configuration")
+        raise StrategyRegistrationError(
+            f"strategy name {name!r} cannot be registered: it is a key of the configuration"
+        )
     _check(name, strategy)
     _registry.add(name, strategy)
 

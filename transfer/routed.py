@@ -69,7 +69,9 @@ class RoutedTransfer(HostToDeviceTransfer):
         return strategy
 
 
-def build_transfer(config: ConfigLike | None = None, accelerator: Accelerator | str | None = None) -> HostToDeviceTransfer:
+def build_transfer(
+    config: ConfigLike | None = None, accelerator: Accelerator | str | None = None
+) -> HostToDeviceTransfer:
     """Builds the transfer that a configuration describes. Calls no accelerator: the first copy does.
 
     Args:

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from .config_errors import problems_of
 from .errors import ConfigError
 
+if TYPE_CHECKING:
+    from pydantic._internal._model_construction import ModelMetaclass
+else:
+    ModelMetaclass = type(BaseModel)  # which has no public name
 
-class _RaisesConfigError(type(BaseModel)):  # type: ignore[misc]  # pydantic's metaclass has no public name
+
+class _RaisesConfigError(ModelMetaclass):
     """Turns pydantic's error into ours where a model is called; nested models keep their paths."""
 
-    def __call__(cls, *args: Any, **fields: Any) -> Any:
+    def __call__(cls, *args: Any, **fields: Any) -> Any:  # noqa: N805 - of a metaclass
         try:
             return super().__call__(*args, **fields)
         except ValidationError as error:
-            raise ConfigError(problems_of(error, cls)) from error
+            raise ConfigError(problems_of(error, cast(type[BaseModel], cls))) from error
 
 
 class ConfigModel(BaseModel, metaclass=_RaisesConfigError):

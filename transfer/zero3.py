@@ -27,7 +27,12 @@ from .routed import build_transfer
 from .zero3_config import config_for_engine
 
 _COPY_BACK = "_reassign_or_swap_out_partitioned_parameters"
-_NEEDED = (_COPY_BACK, "fp16_partitioned_groups_flat", "fp32_partitioned_groups_flat", "_unflatten_partitioned_parameters")
+_NEEDED = (
+    _COPY_BACK,
+    "fp16_partitioned_groups_flat",
+    "fp32_partitioned_groups_flat",
+    "_unflatten_partitioned_parameters",
+)
 
 
 @dataclass(frozen=True)
@@ -96,9 +101,9 @@ def detach(engine: Any) -> None:
 
 
 def install(config: ConfigLike | None = None) -> None:
-    """Attaches every ZeRO-3 engine of this process: those made from now on when they are made, and
-    older ones at their next copy-back.
+    """Attaches every ZeRO-3 engine of this process.
 
+    Engines made from now on are attached when they are made, older ones at their next copy-back.
     Installing again replaces the configuration for engines to come.
 
     Args:

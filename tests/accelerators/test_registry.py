@@ -96,7 +96,9 @@ def test_missing_members_are_all_named(registered):
     with pytest.raises(TypeError, match="it has no Event$"):
         get_accelerator("unfinished")
     registered("half", Half)
-    with pytest.raises(InvalidAcceleratorError, match="capabilities, unavailable_reason, unpin_memory, register_host_memory"):
+    with pytest.raises(
+        InvalidAcceleratorError, match="capabilities, unavailable_reason, unpin_memory, register_host_memory"
+    ):
         get_accelerator("half")
 
 
@@ -164,7 +166,9 @@ def test_entry_points_load_when_asked_for(tmp_path, monkeypatch):
     assert {"quick", "broken"} <= set(available_accelerators())
     assert "quick" not in sys.modules
     assert isinstance(get_accelerator("quick"), SimulatedAccelerator)
-    with pytest.raises(AcceleratorRegistrationError, match="'broken'.*entry point 'broken:make' of broken failed: no driver"):
+    with pytest.raises(
+        AcceleratorRegistrationError, match="'broken'.*entry point 'broken:make' of broken failed: no driver"
+    ):
         get_accelerator("broken")
 
 
@@ -184,7 +188,9 @@ def test_the_vendor_example_as_an_installed_package(tmp_path):
     pytest.importorskip("hatchling", reason="hatchling, which builds the example, is not installed here.")
     site = tmp_path / "site"
     install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--target", str(site)]
-    subprocess.run([*install, str(ROOT / "examples" / "acme_accelerator")], check=True, timeout=120, capture_output=True)
+    subprocess.run(
+        [*install, str(ROOT / "examples" / "acme_accelerator")], check=True, timeout=120, capture_output=True
+    )
     program = """
         import torch
         from accelerators import available_accelerators, get_accelerator
@@ -204,7 +210,10 @@ def test_the_vendor_example_as_an_installed_package(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)],
         env={"PYTHONPATH": f"{site}:{ROOT}:{':'.join(sys.path)}", "PATH": ""},
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.stdout == "done\n", done.stderr
 
@@ -214,7 +223,11 @@ def test_the_vendor_examples_own_tests_pass():
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(example)],
         env={"PYTHONPATH": f"{example}:{ROOT}:{':'.join(sys.path)}", "PATH": ""},
-        cwd=ROOT, capture_output=True, text=True, timeout=250, check=False,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:]
     assert " passed" in done.stdout
@@ -230,7 +243,11 @@ def test_require_accelerator_turns_a_skip_into_a_failure(tmp_path):
         return subprocess.run(
             [sys.executable, "-m", "pytest", "-q", "-p", "accelerators.pytest_plugin", *options, str(tmp_path)],
             env={"PYTHONPATH": f"{ROOT}:{':'.join(sys.path)}", "PATH": ""},
-            cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
         )
 
     if "passed" in (skipped := run()).stdout:

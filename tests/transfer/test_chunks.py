@@ -23,7 +23,9 @@ def test_a_real_tensor_of_that_many_elements_is_cut_without_memory():
     assert sum(pieces) == 2_147_483_655
 
 
-@pytest.mark.parametrize(("numel", "chunk", "plan"), [(0, 5, []), (5, 5, [(0, 5)]), (6, 5, [(0, 5), (5, 1)]), (1, 9, [(0, 1)])])
+@pytest.mark.parametrize(
+    ("numel", "chunk", "plan"), [(0, 5, []), (5, 5, [(0, 5)]), (6, 5, [(0, 5), (5, 1)]), (1, 9, [(0, 1)])]
+)
 def test_small_plans(numel, chunk, plan):
     assert list(plan_chunks(numel, chunk)) == plan
 

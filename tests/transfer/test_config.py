@@ -158,7 +158,10 @@ def test_ways_not_to_write_a_size(yaml_file, written, hint):
         ),
         ("strategy: pageable\n", "FILE:1: strategy: this key belongs under 'transfer'"),
         ("transfer: {}\npinned_staged: {buffers: 2}\n", "FILE:2: pinned_staged: this key belongs under 'transfer'"),
-        ("transfr: {}\n", "FILE:1: transfr: unknown key 'transfr'. Everything stands under the one top-level key 'transfer'."),
+        (
+            "transfr: {}\n",
+            "FILE:1: transfr: unknown key 'transfr'. Everything stands under the one top-level key 'transfer'.",
+        ),
         ("- transfer\n", "FILE:1: expected one top-level key, 'transfer', found a list"),
         ("just text\n", "FILE:1: expected one top-level key, 'transfer', found a str"),
         ("transfer: [1]\n", "FILE:1: transfer: found [1] (list): expected a mapping"),
@@ -192,15 +195,22 @@ def test_ways_not_to_write_a_size(yaml_file, written, hint):
         ("transfer:\n  strategy: 3\n", "FILE:2: transfer.strategy: found 3 (int): unknown strategy 3."),
         (
             "transfer:\n  accelerator: CPU\n",
-            "FILE:2: transfer.accelerator: found 'CPU' (str): unknown accelerator 'CPU'. Did you mean 'cpu'? Registered: cpu, ",
+            "FILE:2: transfer.accelerator: found 'CPU' (str): unknown accelerator 'CPU'. "
+            "Did you mean 'cpu'? Registered: cpu, ",
         ),
-        ("transfer:\n  accelerator: gpu\n", "FILE:2: transfer.accelerator: found 'gpu' (str): unknown accelerator 'gpu'."),
+        (
+            "transfer:\n  accelerator: gpu\n",
+            "FILE:2: transfer.accelerator: found 'gpu' (str): unknown accelerator 'gpu'.",
+        ),
         (
             "transfer:\n  strategy: pageable\n  fallback: true\n  strategy: pageable\n",
             "FILE:4: transfer.strategy: this key stands on line 2 already",
         ),
         ("transfer: {}\ntransfer: {}\n", "FILE:2: transfer: this key stands on line 1 already"),
-        ("transfer:\n  pinned_staged:\n    buffers: 2\n    buffers: 2\n", "FILE:4: transfer.pinned_staged.buffers: this key"),
+        (
+            "transfer:\n  pinned_staged:\n    buffers: 2\n    buffers: 2\n",
+            "FILE:4: transfer.pinned_staged.buffers: this key",
+        ),
         ("transfer:\n\tstrategy: pageable\n", "FILE:2: this is not YAML: "),
         ("transfer: {\n", "this is not YAML: "),
         ("transfer: {}\n---\ntransfer: {}\n", "FILE:2: this is not YAML: "),
@@ -298,7 +308,10 @@ def test_configurations_are_frozen_and_pickle():
     )
     assert pickle.loads(pickle.dumps(config)) == config
     assert config.pinned_staged.chunk_elements == 7
-    for change in (lambda: setattr(config, "strategy", "pageable"), lambda: setattr(config.pinned_staged, "buffers", 9)):
+    for change in (
+        lambda: setattr(config, "strategy", "pageable"),
+        lambda: setattr(config.pinned_staged, "buffers", 9),
+    ):
         with pytest.raises(ValueError, match="frozen"):
             change()
     with pytest.raises(ConfigError, match="unknown key 'chunk'"):

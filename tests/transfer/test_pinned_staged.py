@@ -28,7 +28,11 @@ class Recorder:
 
     def __init__(self, accelerator):
         self.copies, self.pinned, self.unpinned = [], [], []
-        enqueue_copy, pin_empty, unpin_memory = accelerator.enqueue_copy, accelerator.pin_empty, accelerator.unpin_memory
+        enqueue_copy, pin_empty, unpin_memory = (
+            accelerator.enqueue_copy,
+            accelerator.pin_empty,
+            accelerator.unpin_memory,
+        )
 
         def recording_copy(destination, source):
             self.copies.append((destination.numel(), destination.dtype, source.dtype, accelerator.is_pinned(source)))
@@ -92,7 +96,12 @@ def test_buffers_are_pinned_once_for_each_dtype(simulated):
     with PinnedStagedTransfer(accelerator=simulated, chunk_elements=1000) as transfer:
         for numel in (1, 7, 999, 1000, 1001, 30_000) * 16:
             transfer.copy(simulated.device_empty(numel, dtype=torch.bfloat16), torch.zeros(numel))
-        assert transfer.pinned_bytes == simulated.pinned_bytes == 4000 == PinnedStagedConfig(chunk_elements=1000).pinned_bytes(torch.bfloat16)
+        assert (
+            transfer.pinned_bytes
+            == simulated.pinned_bytes
+            == 4000
+            == PinnedStagedConfig(chunk_elements=1000).pinned_bytes(torch.bfloat16)
+        )
         transfer.copy(simulated.device_empty(10, dtype=torch.float32), torch.zeros(10))
         transfer.copy(simulated.device_empty(10, dtype=torch.bfloat16), torch.zeros(10))
         assert len(recorder.pinned) == 4
@@ -220,7 +229,10 @@ def test_two_strategies_in_two_threads(simulated):
     wrong = []
 
     def work(value):
-        with PinnedStagedTransfer(accelerator=simulated, chunk_elements=50) as transfer, simulated.stream(simulated.Stream()):
+        with (
+            PinnedStagedTransfer(accelerator=simulated, chunk_elements=50) as transfer,
+            simulated.stream(simulated.Stream()),
+        ):
             for numel in (1, 1000, 333) * 20:
                 destination = simulated.device_empty(numel, dtype=torch.bfloat16)
                 transfer.copy(destination, torch.full((numel,), value))
@@ -282,7 +294,10 @@ def test_bad_sizes_do_not_abort_under_the_native_pinning_backend():
     done = subprocess.run(
         [sys.executable, "-c", program],
         env={"PYTHONPATH": f"{root}:{':'.join(sys.path)}", "DS_PIN_MEMORY_BACKEND": "native", "PATH": ""},
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.returncode == 1
     assert "ConfigError: chunk_elements: found 68719476736 (int): expected from 1 to 1073741824 elements" in done.stderr

@@ -36,7 +36,10 @@ def test_the_default_policy(simulated):
     assert policy.select(destination, source).strategy == "pinned_staged"
     assert policy.select(source, source) == Decision("pageable", "The destination is not in the memory of simulated.")
     device_source = simulated.device_empty(LARGE, dtype=torch.float32)
-    assert policy.select(destination, device_source).reason == "The source is on the device, so this is a plain device copy."
+    assert (
+        policy.select(destination, device_source).reason
+        == "The source is on the device, so this is a plain device copy."
+    )
 
 
 @pytest.mark.parametrize(("numel", "strategy"), [(2**19 - 1, "pageable"), (2**19, "pinned_staged")])
@@ -57,7 +60,9 @@ def test_what_an_accelerator_lacks_is_the_reason():
         assert TransferPolicy({}, bare).select(*pair(bare)) == Decision("pageable", reason)
     cpu = get_accelerator("cpu")
     decision = TransferPolicy({}, cpu).select(torch.zeros(LARGE, dtype=torch.bfloat16), torch.zeros(LARGE))
-    assert decision == Decision("pageable", "The CPU accelerator runs all work on the calling thread, so it has no streams.")
+    assert decision == Decision(
+        "pageable", "The CPU accelerator runs all work on the calling thread, so it has no streams."
+    )
 
 
 def test_a_pinned_source_needs_staging_only_for_a_cast(simulated):

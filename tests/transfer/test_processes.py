@@ -25,7 +25,10 @@ def run(program, timeout=120):
     return subprocess.run(
         [sys.executable, "-W", "error", "-c", PREAMBLE + textwrap.dedent(program)],
         env={"PYTHONPATH": f"{ROOT}:{':'.join(sys.path)}", "PATH": ""},
-        capture_output=True, text=True, timeout=timeout, check=False,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
     )
 
 
@@ -134,6 +137,9 @@ def test_importing_accelerators_needs_neither_torch_nor_deepspeed():
     done = subprocess.run(
         [sys.executable, "-c", program],
         env={"PYTHONPATH": f"{ROOT}:{':'.join(sys.path)}", "PATH": ""},
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -13,7 +13,15 @@ import pytest
 import torch
 
 from accelerators.simulated import SimulatedAccelerator
-from transfer import AttachError, ConfigError, HostToDeviceTransfer, PageableTransfer, TransferError, build_transfer, zero3
+from transfer import (
+    AttachError,
+    ConfigError,
+    HostToDeviceTransfer,
+    PageableTransfer,
+    TransferError,
+    build_transfer,
+    zero3,
+)
 
 COPY_BACK = "_reassign_or_swap_out_partitioned_parameters"
 
@@ -143,7 +151,9 @@ def test_the_same_configuration_keeps_the_transfer(simulated):
     assert zero3.attach(engine, {**config, "fallback": False}) is not first
 
 
-@pytest.mark.parametrize("change", ["offload_param", "on nvme", "alias", "master on the device", "partition on the host"])
+@pytest.mark.parametrize(
+    "change", ["offload_param", "on nvme", "alias", "master on the device", "partition on the host"]
+)
 def test_deepspeeds_own_code_runs_where_the_copy_does_not_cross(simulated, change):
     optimizer, spy = Stage3(simulated), Spy(simulated)
     partition = optimizer.fp16_partitioned_groups_flat

@@ -52,14 +52,16 @@ def train(spec, runs, world_size, out):
     """Trains each of ``runs`` on ``world_size`` ranks; returns what each rank saved, by run and rank."""
     (out / "spec.json").write_text(json.dumps({**spec, "runs": runs}))
     root = Path(__file__).parents[2]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+    }
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}"]
     worker = [str(Path(__file__).with_name("worker.py")), str(out / "spec.json"), str(out)]
     done = subprocess.run([*launch, *worker], env=environment, timeout=280, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-6000:]
-    return {
-        run["name"]: [torch.load(out / f"{run['name']}-{rank}.pt") for rank in range(world_size)] for run in runs
-    }
+    return {run["name"]: [torch.load(out / f"{run['name']}-{rank}.pt") for rank in range(world_size)] for run in runs}
 
 
 def skip_or_fail(accelerator, config):

@@ -129,7 +129,8 @@ class PinnedStagedTransfer(HostToDeviceTransfer):
             )
             obstacle = accelerator.capabilities.why_not("events", "pins_host_memory")
             if obstacle is not None:
-                return self._refuse(f"{what}: {obstacle} Choose `strategy: pageable` to say so.", None)
+                self._refuse(f"{what}: {obstacle} Choose `strategy: pageable` to say so.", None)
+                return None
             try:
                 ring = StagingRing(
                     accelerator,
@@ -139,11 +140,12 @@ class PinnedStagedTransfer(HostToDeviceTransfer):
                     destination.device.index,
                 )
             except _REFUSALS as error:
-                return self._refuse(
+                self._refuse(
                     f"{what}, and pinning them failed: {error}. Raise the limit on locked memory (`ulimit -l`, or the "
                     "container's memlock setting), or lower `pinned_staged.chunk_elements`.",
                     error,
                 )
+                return None
             self._rings[key] = ring
             self._warn_of_rounding(destination.dtype)
             return ring

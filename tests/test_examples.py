@@ -1,0 +1,71 @@
+"""Every example runs as its own text says, and the README's Python works."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from transfer import TransferConfig, load_config
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(*arguments, timeout=280):
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+        "OMP_NUM_THREADS": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=ROOT,
+        env=environment,
+        timeout=timeout,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+def test_training_on_real_text_is_bitwise_that_of_deepspeed_alone():
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+    out = run(*launch, "examples/train_zero3.py", "--simulate", "--compare", "--steps", "8")
+    assert "52 parameters, 3306752 elements: 0 differ from DeepSpeed alone" in out
+    first, last = map(
+        float, re.search(r"host-to-device-transfer: loss ([\d.]+) -> ([\d.]+) in 8 steps, 64", out).groups()
+    )
+    assert last < first - 0.5, "it learns"
+
+
+def test_the_benchmark_checks_bits_and_writes_its_figures(tmp_path):
+    table = tmp_path / "ring.csv"
+    out = run(
+        "examples/bench_staging.py", "--accelerator", "simulated", "--elements", 2**22, "--rounds", 2, "--csv", table
+    )
+    assert "staged 2 x 2^22" in out
+    lines = table.read_text().splitlines()
+    assert lines[0] == "scheme,round,seconds,elements,threads,pinned_bytes"
+    assert len(lines) == 1 + 2 * 5  # two rounds of the link, pageable, and the three rings that are small enough
+
+
+def test_the_example_configuration_shows_the_defaults():
+    config = load_config(ROOT / "examples" / "transfer.yaml")
+    assert config.section("pinned_staged") == TransferConfig().section("pinned_staged")
+    assert config.fallback == TransferConfig().fallback
+    assert [rule.when.smaller_than for rule in config.rules] == [256 * 1024]
+
+
+@pytest.mark.parametrize("number", range(10))
+def test_the_readmes_python_runs(number, tmp_path):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    if number >= len(blocks):
+        assert number >= 3, "the README lost its Python"
+        return
+    script = tmp_path / "readme.py"
+    script.write_text(blocks[number])
+    run(script)

@@ -1,0 +1,38 @@
+"""A conformance suite for strategies: the contract of ``HostToDeviceTransfer`` as tests. Needs pytest.
+
+A strategy's test file::
+
+    from transfer.testing import TransferConformance
+
+    class TestMine(TransferConformance):
+        accelerator_name = "cuda"
+
+        def make_transfer(self, accelerator):
+            return MyTransfer(accelerator=accelerator)
+
+The suite prepares destinations and reads results without the strategy under test.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from ._hooks import from_bits, random_bits
+from .failures import CleanFailures
+from .lifetimes import Lifetimes
+from .nothing_else import WritesNothingElse
+from .refusals import Refuses
+from .same_bits import SameBits
+from .streams import Ordering
+
+
+@pytest.mark.filterwarnings("ignore::transfer.FallbackWarning")
+class TransferConformance(SameBits, WritesNothingElse, Refuses, Lifetimes, CleanFailures, Ordering):
+    """The whole contract of a strategy. Subclass it, give the hooks, and pytest runs it.
+
+    Hooks: ``accelerator_name`` or ``make_accelerator``, and ``make_transfer``. Make the transfer with
+    chunks of a few hundred elements, so that its buffers refill often in the tests here.
+    """
+
+
+__all__ = ["TransferConformance", "from_bits", "random_bits"]

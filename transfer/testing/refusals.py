@@ -1,0 +1,113 @@
+"""What cannot be right is refused before anything is written."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from accelerators import Accelerator
+from accelerators.testing import fetch
+
+from ..errors import InvalidTensorError, NotATensorError, TransferError, UnsupportedDtypeError
+from ..interface import HostToDeviceTransfer
+from ._hooks import GUARD, Hooks
+
+
+class Refuses(Hooks):
+    """Contract, points 1 and 2: what is refused, and what autograd and inference mode change."""
+
+    def test_refusals_write_nothing(self, accelerator: Accelerator, transfer: HostToDeviceTransfer) -> None:
+        destination = accelerator.device_empty(6, dtype=torch.float32)
+        destination.fill_(GUARD)
+        shrunk = torch.zeros(6)
+        shrunk.untyped_storage().resize_(8)
+        refused = [
+            (torch.zeros(5), InvalidTensorError),
+            (torch.zeros(1), InvalidTensorError),
+            (torch.zeros(2, 3), InvalidTensorError),
+            (torch.zeros(6, device="meta"), InvalidTensorError),
+            (torch.zeros(6).to_sparse(), InvalidTensorError),
+            (shrunk, InvalidTensorError),
+            (torch.zeros(6, dtype=torch.int32), UnsupportedDtypeError),
+            (torch.zeros(6, dtype=torch.complex64), UnsupportedDtypeError),
+            (torch.zeros(6, dtype=torch.bool), UnsupportedDtypeError),
+            (None, NotATensorError),
+            ([0.0] * 6, NotATensorError),
+        ]
+        for source, error in refused:
+            with pytest.raises(error) as caught:
+                transfer.submit(destination, source)  # type: ignore[arg-type]  # what is wrong is the point
+            assert "destination: torch.float32 (6,)" in str(caught.value)
+            assert "source: " in str(caught.value)
+            assert isinstance(caught.value, TransferError)
+        assert (fetch(accelerator, destination) == GUARD).all()
+        transfer.copy(destination, torch.arange(6.0))
+        assert fetch(accelerator, destination).tolist() == [0, 1, 2, 3, 4, 5]
+
+    def test_a_destination_that_overlaps_itself_is_refused(
+        self, accelerator: Accelerator, transfer: HostToDeviceTransfer
+    ) -> None:
+        memory = accelerator.device_empty(8, dtype=torch.float32)
+        memory.fill_(GUARD)
+        for destination in (memory[:1].expand(4), memory.as_strided((3, 3), (2, 1)), memory.as_strided((2, 2), (1, 1))):
+            with pytest.raises(InvalidTensorError, match="share memory"):
+                transfer.submit(destination, torch.zeros(destination.shape))
+        assert (fetch(accelerator, memory) == GUARD).all()
+        # These strides look alike and do not overlap: offsets 0, 2, 4, 3, 5, 7.
+        transfer.copy(memory.as_strided((2, 3), (3, 2)), torch.arange(6.0).view(2, 3))
+        assert fetch(accelerator, memory).tolist() == [0, GUARD, 1, 3, 2, 4, GUARD, 5]
+
+    def test_partial_overlap_is_refused_and_the_same_memory_is_not(
+        self, accelerator: Accelerator, transfer: HostToDeviceTransfer
+    ) -> None:
+        memory = accelerator.device_empty(12, dtype=torch.float32)
+        memory.copy_(torch.arange(12.0))
+        transfer.copy(memory, memory)
+        with pytest.raises(InvalidTensorError, match="overlap"):
+            transfer.submit(memory[1:], memory[:-1])
+        assert fetch(accelerator, memory).tolist() == list(range(12))
+        transfer.copy(memory[::2], memory[1::2])
+        assert fetch(accelerator, memory).tolist() == [1, 1, 3, 3, 5, 5, 7, 7, 9, 9, 11, 11]
+
+    def test_requires_grad_is_left_alone(self, accelerator: Accelerator, transfer: HostToDeviceTransfer) -> None:
+        source = torch.arange(800.0, requires_grad=True)
+        plain = accelerator.device_empty(800, dtype=torch.bfloat16)
+        leaf = accelerator.device_empty(800, dtype=torch.bfloat16).requires_grad_()
+        for _ in range(3):
+            transfer.copy(plain, source)
+            transfer.copy(leaf, source)
+        assert not plain.requires_grad
+        assert plain.grad_fn is None
+        assert leaf.requires_grad
+        assert leaf.is_leaf
+        for destination in (plain, leaf):
+            assert torch.equal(fetch(accelerator, destination), torch.arange(800.0).bfloat16())
+
+    def test_first_use_in_inference_mode(self, accelerator: Accelerator, transfer: HostToDeviceTransfer) -> None:
+        destination = accelerator.device_empty(1000, dtype=torch.bfloat16)
+        with torch.inference_mode():
+            transfer.copy(destination, torch.ones(1000))
+        transfer.copy(destination, torch.full((1000,), 2.0))
+        assert (fetch(accelerator, destination) == 2).all()
+
+    def test_an_inference_destination_outside_inference_mode(
+        self, accelerator: Accelerator, transfer: HostToDeviceTransfer
+    ) -> None:
+        with torch.inference_mode():
+            destination = accelerator.device_empty(4, dtype=torch.float32) + 0
+        if not destination.is_inference():
+            pytest.skip("This accelerator's memory is never an inference tensor.")
+        with pytest.raises(RuntimeError, match="inference"):
+            transfer.submit(destination, torch.zeros(4))
+
+    def test_rebound_storage_is_followed(self, accelerator: Accelerator, transfer: HostToDeviceTransfer) -> None:
+        master = torch.nn.Parameter(torch.full((700,), 1.0))
+        destination = accelerator.device_empty(700, dtype=torch.bfloat16)
+        pinned = accelerator.pin_empty(700, dtype=torch.float32)
+        pinned.fill_(2)
+        for value, storage in ((1, master.data), (2, pinned), (3, torch.full((700,), 3.0))):
+            master.data = storage
+            transfer.copy(destination, master)
+            assert (fetch(accelerator, destination) == value).all()
+        accelerator.synchronize()
+        accelerator.unpin_memory(pinned)

@@ -1,0 +1,120 @@
+"""The destination ends as ``destination.copy_(source)`` would leave it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from accelerators import Accelerator
+from accelerators.testing import bits, fetch
+
+from ..interface import HostToDeviceTransfer
+from ._hooks import Hooks, from_bits, random_bits
+
+# fp32 bits, and the bits that round-to-nearest-even gives in bf16 and fp16. From IEEE 754: ties go
+# to the even neighbour, what rounds past the largest finite value is inf, subnormals are kept.
+ROUNDING = (
+    (0x3F808000, 0x3F80, 0x3C04),
+    (0x3F818000, 0x3F82, 0x3C0C),
+    (0x3F828000, 0x3F82, 0x3C14),
+    (0x3F808001, 0x3F81, 0x3C04),
+    (0x3F807FFF, 0x3F80, 0x3C04),
+    (0x3E89CCD5, 0x3E8A, 0x344E),
+    (0x7F7F7FFF, 0x7F7F, 0x7C00),
+    (0x7F7F8000, 0x7F80, 0x7C00),
+    (0x7F7FFFFF, 0x7F80, 0x7C00),
+    (0xFF7FFFFF, 0xFF80, 0xFC00),
+    (0x477FE000, 0x4780, 0x7BFF),
+    (0x477FEFFF, 0x4780, 0x7BFF),
+    (0x477FF000, 0x4780, 0x7C00),
+    (0x47BC0000, 0x47BC, 0x7C00),
+    (0x00008000, 0x0000, 0x0000),
+    (0x00008001, 0x0001, 0x0000),
+    (0x00018000, 0x0002, 0x0000),
+    (0x007FFFFF, 0x0080, 0x0000),
+    (0x007F8000, 0x0080, 0x0000),
+    (0x00000001, 0x0000, 0x0000),
+    (0x80000001, 0x8000, 0x8000),
+    (0x80000000, 0x8000, 0x8000),
+    (0x33000000, 0x3300, 0x0000),
+    (0x33000001, 0x3300, 0x0001),
+    (0x387FE000, 0x3880, 0x0400),
+    (0x387FF000, 0x3880, 0x0400),
+    (0x36D70000, 0x36D7, 0x006C),
+    (0x7F800000, 0x7F80, 0x7C00),
+    (0xFF800000, 0xFF80, 0xFC00),
+)
+
+
+class SameBits(Hooks):
+    """Contract, point 1: values and dtypes."""
+
+    @pytest.mark.parametrize(("dtype", "column"), [(torch.bfloat16, 1), (torch.float16, 2)])
+    @pytest.mark.parametrize("copies", [1, 67])
+    def test_rounds_to_nearest_even(
+        self, accelerator: Accelerator, transfer: HostToDeviceTransfer, dtype: torch.dtype, column: int, copies: int
+    ) -> None:
+        source = from_bits([row[0] for row in ROUNDING]).repeat_interleave(copies)
+        destination = accelerator.device_empty(source.numel(), dtype=dtype)
+        transfer.copy(destination, source)
+        got = fetch(accelerator, destination).view(torch.int16).to(torch.int64) & 0xFFFF
+        assert got.tolist() == [row[column] for row in ROUNDING for _ in range(copies)]
+
+    def test_a_nan_stays_a_nan(self, accelerator: Accelerator, transfer: HostToDeviceTransfer) -> None:
+        # The last of these is a payload that plain truncation to bf16 would turn into inf.
+        source = from_bits([0x7FC00000, 0xFFC00000, 0x7FFFFFFF, 0x7F800001])
+        for dtype in (torch.bfloat16, torch.float16):
+            destination = accelerator.device_empty(4, dtype=dtype)
+            transfer.copy(destination, source)
+            assert fetch(accelerator, destination).float().isnan().tolist() == [True] * 4
+
+    @pytest.mark.parametrize("numel", [1, 2, 999, 1000, 1001, 20_007])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+    def test_equals_a_direct_copy(
+        self, accelerator: Accelerator, transfer: HostToDeviceTransfer, dtype: torch.dtype, numel: int
+    ) -> None:
+        source = random_bits(numel, seed=numel)
+        destination = accelerator.device_empty(numel, dtype=dtype)
+        transfer.copy(destination, source)
+        assert torch.equal(bits(fetch(accelerator, destination)), bits(source.to(dtype)))
+
+    def test_more_than_a_mebibyte(self, accelerator: Accelerator, transfer: HostToDeviceTransfer) -> None:
+        source = random_bits(700_001, seed=2)
+        destination = accelerator.device_empty(700_001, dtype=torch.bfloat16)
+        transfer.copy(destination, source)
+        assert torch.equal(bits(fetch(accelerator, destination)), bits(source.to(torch.bfloat16)))
+
+    @pytest.mark.parametrize("source_dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+    def test_every_pair_of_dtypes(
+        self,
+        accelerator: Accelerator,
+        transfer: HostToDeviceTransfer,
+        source_dtype: torch.dtype,
+        dtype: torch.dtype,
+    ) -> None:
+        source = random_bits(1003, seed=1).to(source_dtype)
+        destination = accelerator.device_empty(1003, dtype=dtype)
+        transfer.copy(destination, source)
+        assert torch.equal(bits(fetch(accelerator, destination)), bits(source.to(dtype)))
+
+    def test_two_dtypes_in_turn(self, accelerator: Accelerator, transfer: HostToDeviceTransfer) -> None:
+        for seed, dtype in enumerate((torch.bfloat16, torch.float32, torch.bfloat16)):
+            source = random_bits(2000, seed)
+            destination = accelerator.device_empty(2000, dtype=dtype)
+            transfer.copy(destination, source)
+            assert torch.equal(bits(fetch(accelerator, destination)), bits(source.to(dtype)))
+
+    def test_no_elements(self, accelerator: Accelerator, transfer: HostToDeviceTransfer) -> None:
+        for shape in ((0,), (0, 8), (3, 0, 2)):
+            transfer.copy(accelerator.device_empty(*shape, dtype=torch.bfloat16), torch.empty(shape))
+        transfer.copy(accelerator.device_empty(8, dtype=torch.bfloat16)[5:5], torch.ones(8)[3:3])
+        assert transfer.pinned_bytes == 0
+        destination = accelerator.device_empty(3, dtype=torch.bfloat16)
+        transfer.copy(destination, torch.arange(3.0))
+        assert fetch(accelerator, destination).tolist() == [0, 1, 2]
+
+    def test_a_scalar(self, accelerator: Accelerator, transfer: HostToDeviceTransfer) -> None:
+        destination = accelerator.device_empty(dtype=torch.float16)
+        transfer.copy(destination, torch.tensor(2.5))
+        assert fetch(accelerator, destination).item() == 2.5
