@@ -14,6 +14,7 @@
     ├── StrategyRegistrationError   (ValueError)   a name or class that cannot be registered
     └── ConfigError                 (ValueError)   a configuration with mistakes, all of them listed
         ├── ConfigFileError         (OSError)      a file that cannot be read
+        │   └── ConfigFileNotFoundError (FileNotFoundError)
         └── UnknownStrategyError    (LookupError)  nobody registered this strategy
 
     TransferWarning                 (UserWarning)
