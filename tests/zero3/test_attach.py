@@ -4,6 +4,7 @@ The stand-in has the attributes and methods of ``DeepSpeedZeroOptimizer_Stage3``
 uses; the real one is in ``test_training.py``.
 """
 
+import contextlib
 import gc
 import json
 import types
@@ -369,14 +370,18 @@ def test_a_refused_install_installs_nothing():
 
 def test_install_hooks_deepspeeds_classes_and_uninstall_restores_them():
     from deepspeed.runtime.engine import DeepSpeedEngine
-    from deepspeed.runtime.superoffload.superoffload_stage3 import SuperOffloadOptimizer_Stage3
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+    classes = [DeepSpeedZeroOptimizer_Stage3]
+    with contextlib.suppress(ImportError):  # since 0.18
+        from deepspeed.runtime.superoffload.superoffload_stage3 import SuperOffloadOptimizer_Stage3
+
+        classes.append(SuperOffloadOptimizer_Stage3)
 
     def methods():
         return [
             vars(DeepSpeedEngine)["_configure_zero_optimizer"],
-            vars(DeepSpeedZeroOptimizer_Stage3)[COPY_BACK],
-            vars(SuperOffloadOptimizer_Stage3)[COPY_BACK],
+            *(vars(cls)[COPY_BACK] for cls in classes),
             vars(DeepSpeedZeroOptimizer_Stage3)["destroy"],
         ]
 

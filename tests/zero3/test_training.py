@@ -90,8 +90,9 @@ def test_parameters_are_bitwise_those_of_deepspeed(trained):
         for got, expected in zip(results, trained["deepspeed"], strict=True):
             assert got["digest"] == expected["digest"]
             assert got["losses"] == expected["losses"]
-            for mine, theirs in zip(got["parameters"], expected["parameters"], strict=True):
-                assert torch.equal(mine, theirs)
+            for what in ("partitions", "parameters"):
+                for mine, theirs in zip(got[what], expected[what], strict=True):
+                    assert torch.equal(mine, theirs)
 
 
 def test_every_master_on_the_host_goes_through_the_interface(trained):

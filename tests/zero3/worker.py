@@ -109,11 +109,13 @@ def train(spec, run, simulated, rank):
         losses.append(loss.item())
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
         parameters = [parameter.detach().cpu().clone() for parameter in model.parameters()]
+    partitions = [partition.cpu().clone() for partition in stage3.fp16_partitioned_groups_flat]
     on_host = [not accelerators.get_accelerator().on_device(p) for p in stage3.fp32_partitioned_groups_flat]
     pinned = transfer.pinned_bytes if transfer is not None else 0
     engine.destroy()
     result = {
         "parameters": parameters,
+        "partitions": partitions,
         "digest": hashlib.sha256(b"".join(p.view(torch.uint8).numpy().tobytes() for p in parameters)).hexdigest(),
         "losses": losses,
         "sub_groups": len(stage3.fp32_partitioned_groups_flat),
