@@ -24,14 +24,6 @@ class MemoryRanges:
         with self._lock:
             self._sizes[address] = num_bytes
 
-    def add_storage(self, tensor: Tensor) -> None:
-        """Adds the whole storage under ``tensor``, for as long as any tensor uses that storage."""
-        storage = tensor.untyped_storage()
-        address = storage.data_ptr()
-        if address not in self._sizes and storage.nbytes():
-            self.add(address, storage.nbytes())
-            weakref.finalize(storage, self.remove, address).atexit = False
-
     def remove(self, address: int) -> bool:
         """Whether a range began at exactly this address; it is gone now."""
         with self._lock:
@@ -54,6 +46,24 @@ class MemoryRanges:
         end = begin + span_bytes(tensor)
         with self._lock:
             return any(start <= begin and end <= start + size for start, size in self._sizes.items())
+
+
+class Storages:
+    """A set of storages, each for as long as it lives, wherever it moves when it is resized."""
+
+    def __init__(self) -> None:
+        self._alive: set[int] = set()
+
+    def add(self, tensor: Tensor) -> None:
+        """Adds the storage under ``tensor``; every view of it belongs to the set then."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._alive:
+            self._alive.add(storage._cdata)
+            weakref.finalize(storage, self._alive.discard, storage._cdata).atexit = False
+
+    def contain(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` has elements in one of the storages."""
+        return tensor.numel() > 0 and tensor.untyped_storage()._cdata in self._alive
 
 
 def span_bytes(tensor: Tensor) -> int:

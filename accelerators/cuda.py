@@ -8,7 +8,7 @@ from .deepspeed_adapter import DeepSpeedAdapter
 
 
 class CudaAccelerator(DeepSpeedAdapter):
-    """DeepSpeed's CUDA accelerator; streams and events follow the device of the tensors given."""
+    """DeepSpeed's CUDA accelerator, with a clean refusal of host memory that cannot be registered."""
 
     def unavailable_reason(self) -> str | None:
         if torch.version.cuda is None and torch.version.hip is None:

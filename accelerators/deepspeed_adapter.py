@@ -57,14 +57,13 @@ class DeepSpeedAdapter:
         reasons = {
             "streams": f"DeepSpeed's {self.name} accelerator has no streams.",
             "events": f"DeepSpeed's {self.name} accelerator has no events.",
-            "pins_host_memory": f"DeepSpeed's {self.name} accelerator cannot pin host memory.",
             "registers_host_memory": f"DeepSpeed's {self.name} accelerator cannot pin existing memory in place.",
             "copies_asynchronously": f"Copies to {self.name} are finished when they return.",
         }
         return Capabilities(
             streams=streams,
             events=events,
-            pins_host_memory=True,
+            pins_host_memory=True,  # DeepSpeed has no way to ask; strategies look at what pin_empty returned
             registers_host_memory=registers,
             copies_asynchronously=streams,
             pin_rounds_to_power_of_two=not _pins_natively(),
@@ -122,8 +121,8 @@ class DeepSpeedAdapter:
 
     def enqueue_copy(self, destination: Tensor, source: Tensor) -> None:
         # A non-blocking copy that also casts would cast on the device, out of a temporary of the
-        # source's size (DeepSpeed issue 7307). From device memory the flag changes nothing.
-        destination.copy_(source, non_blocking=destination.dtype == source.dtype)
+        # source's size (DeepSpeed issue 7307). Between device tensors the flag changes nothing.
+        destination.copy_(source, non_blocking=destination.dtype == source.dtype and self.is_pinned(source))
 
     def _overrides(self, method: str) -> bool:
         """Whether the backend has its own ``method``, not just the refusal in DeepSpeed's base class."""
@@ -135,9 +134,13 @@ class DeepSpeedAdapter:
 
 def current_deepspeed_accelerator() -> Accelerator:
     """DeepSpeed's current accelerator, adapted; the same object for as long as DeepSpeed's stays."""
-    from deepspeed.accelerator import get_accelerator
+    try:
+        from deepspeed.accelerator import get_accelerator
 
-    return adapt(get_accelerator())
+        current = get_accelerator()
+    except (ImportError, ValueError, AssertionError) as error:  # such as a wrong $DS_ACCELERATOR
+        raise AcceleratorUnavailableError(f"DeepSpeed cannot choose an accelerator here: {error}") from error
+    return adapt(current)
 
 
 def adapt(deepspeed_accelerator: Any) -> Accelerator:

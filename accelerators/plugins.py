@@ -81,10 +81,10 @@ class Registry(Generic[T]):
                 return self._entries[name]
         raise self._unknown(self.explain_unknown(name))
 
-    def explain_unknown(self, name: object) -> str:
+    def explain_unknown(self, name: object, meant: str | None = None) -> str:
         """The sentence that tells a user which names exist and which was probably meant."""
         names = self.names()
-        guess = nearest(name, names) if isinstance(name, str) else None
+        guess = meant or (nearest(name, names) if isinstance(name, str) else None)
         hint = f" Did you mean {guess!r}?" if guess else ""
         return f"unknown {self._kind} {name!r}.{hint} Registered: {', '.join(names)}."
 

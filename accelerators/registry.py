@@ -26,6 +26,20 @@ _made: dict[str, Accelerator] = {}
 _chosen: Accelerator | None = None
 _lock = threading.RLock()
 
+#: What people call accelerators, and DeepSpeed's name for each.
+_SYNONYMS = {
+    "gpu": "cuda",
+    "nvidia": "cuda",
+    "amd": "cuda",
+    "rocm": "cuda",
+    "hip": "cuda",
+    "intel": "xpu",
+    "ascend": "npu",
+    "gaudi": "hpu",
+    "metal": "mps",
+    "host": "cpu",
+}
+
 
 def register_accelerator(name: str, factory: Factory) -> None:
     """Registers an accelerator under a name that ``get_accelerator`` and YAML files can use.
@@ -65,7 +79,8 @@ def available_accelerators() -> tuple[str, ...]:
 
 def explain_unknown(name: object) -> str:
     """The sentence for a name that nobody registered, with the nearest one that somebody did."""
-    return _registry.explain_unknown(name)
+    meant = _SYNONYMS.get(str(name).lower())
+    return _registry.explain_unknown(name, meant)
 
 
 def get_accelerator(name: str | None = None) -> Accelerator:
@@ -79,7 +94,7 @@ def get_accelerator(name: str | None = None) -> Accelerator:
         UnknownAcceleratorError: Nobody registered ``name``; the nearest name is given.
         AcceleratorRegistrationError: Two plug-ins claim ``name``, or one failed to load.
         InvalidAcceleratorError: The factory returned something without the protocol.
-        AcceleratorUnavailableError: The factory itself raised.
+        AcceleratorUnavailableError: The factory itself raised, or DeepSpeed cannot choose one.
     """
     if name is None:
         if _chosen is not None:
@@ -89,6 +104,8 @@ def get_accelerator(name: str | None = None) -> Accelerator:
         return current_deepspeed_accelerator()
     with _lock:
         if name not in _made:
+            if name not in _registry.names():
+                raise UnknownAcceleratorError(explain_unknown(name))
             _made[name] = _make(name, _registry.get(name))
         return _made[name]
 
@@ -114,12 +131,12 @@ def set_accelerator(accelerator: Accelerator | str | None) -> None:
 def check_accelerator(candidate: Any, origin: str) -> None:
     """Raises ``InvalidAcceleratorError``, naming what is missing, unless the protocol is there."""
     if inspect.isclass(candidate):
-        raise InvalidAcceleratorError(f"{origin} the class {candidate.__name__}, not an accelerator made from it")
+        raise InvalidAcceleratorError(f"{origin} the class {candidate.__name__}, not an instance of it")
     absent = object()
     missing = [name for name in REQUIRED_MEMBERS if inspect.getattr_static(candidate, name, absent) is absent]
     if missing:
         raise InvalidAcceleratorError(
-            f"{origin} {candidate!r}, which is no accelerator: it has no {', '.join(missing)}"
+            f"{origin} {candidate!r}, which is not an accelerator: it has no {', '.join(missing)}"
         )
 
 

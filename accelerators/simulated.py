@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from ._late_queue import LateQueue, SimulatedEvent, SimulatedStream
-from ._memory_ranges import MemoryRanges, span_bytes
+from ._late_queue import LateQueue, SimulatedEvent, SimulatedStream, run_copy
+from ._memory_ranges import MemoryRanges, Storages, span_bytes
 from .errors import InFlightError
 from .protocol import Capabilities
 
@@ -35,6 +35,8 @@ class SimulatedAccelerator:
     * Non-blocking copies run only when an event, a stream or ``synchronize`` reaches them, in an
       order that the streams allow and ``seed`` picks. Copies between device tensors are queued too.
     * As on CUDA, a copy from host memory that is not pinned, or that casts, blocks.
+    * Two copies on different streams that touch the same memory, at least one of them writing, without
+      an event that orders them: the one that reads, or else the later one, delivers NaNs (-1 in integers).
     * ``pinned_bytes`` counts what is pinned or registered and was not given back. Pinned memory is
       kept until ``unpin_memory``, so a leak stays visible.
     * Faults: replace a public method on the instance (``accelerators.testing.failing`` does).
@@ -57,7 +59,7 @@ class SimulatedAccelerator:
         self._queue = LateQueue(seed)
         self._pinned = MemoryRanges()
         self._registered = MemoryRanges()
-        self._device = MemoryRanges()
+        self._device = Storages()
         self._pinned_tensors: dict[int, Tensor] = {}
         # Public attributes, not properties, so that a test can replace them on the instance.
         self.Stream: Callable[[], Any] | None = functools.partial(SimulatedStream, self._queue) if streams else None
@@ -168,21 +170,20 @@ class SimulatedAccelerator:
         For tensors that other code allocated, such as DeepSpeed's low-precision partitions.
         Returns ``tensor`` itself.
         """
-        self._device.add_storage(tensor)
+        self._device.add(tensor)
         return tensor
 
     def enqueue_copy(self, destination: Tensor, source: Tensor) -> None:
         late = destination.dtype == source.dtype or self.on_device(source)
         readable = self.on_device(source) or self.is_pinned(source)
         writable = self.on_device(destination) or self.is_pinned(destination)
-        crosses = self.on_device(source) or self.on_device(destination)
-        copy = functools.partial(_copy, destination.detach(), source.detach())
-        if crosses and late and readable and writable:
-            self._queue.current_stream.enqueue(copy, (destination, source))
+        if not (self.on_device(source) or self.on_device(destination)):
+            run_copy(destination, source)
             return
-        if crosses:
-            self._queue.current_stream.synchronize()
-        copy()
+        stream = self._queue.current_stream
+        self._queue.enqueue(stream, destination.detach(), source.detach())
+        if not (late and readable and writable):
+            stream.synchronize()
 
     def as_deepspeed(self) -> DeepSpeedAccelerator:
         """A DeepSpeed accelerator over this one, for ``deepspeed.accelerator.set_accelerator``.
@@ -212,8 +213,3 @@ def _poisoned(shape: Any, dtype: torch.dtype) -> Tensor:
         if tensor.numel():
             tensor.view(-1).view(torch.uint8).fill_(POISON)
         return tensor
-
-
-def _copy(destination: Tensor, source: Tensor) -> None:
-    with torch.no_grad():
-        destination.copy_(source)

@@ -19,15 +19,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from . import Accelerator, AcceleratorError, get_accelerator
+from . import Accelerator, AcceleratorUnavailableError, get_accelerator
 from .registry import check_accelerator
 
 
 def unavailable_reason(name: str) -> str | None:
-    """Why the accelerator registered as ``name`` cannot be used here, as one sentence, or None."""
+    """Why the accelerator registered as ``name`` cannot be used here, as one sentence, or None.
+
+    Raises:
+        AcceleratorError: The name is unknown or the registration is wrong, which no test should skip.
+    """
     try:
         return get_accelerator(name).unavailable_reason()
-    except AcceleratorError as error:
+    except AcceleratorUnavailableError as error:
         return str(error)
 
 

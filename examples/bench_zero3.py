@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=8192, help="of each layer (default 8192)")
     parser.add_argument("--layers", type=int, default=15, help="each has width^2 parameters (default 15: 1.0 billion)")
     parser.add_argument("--sub-groups", type=int, default=4, help="on each rank (default 4)")
-    parser.add_argument("--rounds", type=int, default=8, help="steps of each scheme (default 8)")
+    parser.add_argument("--rounds", type=int, default=8, help="steps of each scheme, interleaved (default 8)")
     parser.add_argument("--threads", type=int, default=12, help="host threads of each rank (default 12)")
     parser.add_argument("--csv", type=Path, help="also write every measurement there")
     options = parser.parse_args()

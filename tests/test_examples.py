@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from transfer import TransferConfig, load_config
+from transfer import ConfigError, TransferConfig, load_config
 
 ROOT = Path(__file__).parents[1]
 
@@ -60,12 +60,29 @@ def test_the_example_configuration_shows_the_defaults():
     assert [rule.when.smaller_than for rule in config.rules] == [256 * 1024]
 
 
-@pytest.mark.parametrize("number", range(10))
-def test_the_readmes_python_runs(number, tmp_path):
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    if number >= len(blocks):
-        assert number >= 3, "the README lost its Python"
-        return
+README = (ROOT / "README.md").read_text()
+PYTHON = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+@pytest.mark.parametrize("number", range(len(PYTHON)))
+def test_the_readmes_python_runs_and_prints_what_it_says(number, tmp_path):
     script = tmp_path / "readme.py"
-    script.write_text(blocks[number])
-    run(script)
+    script.write_text(PYTHON[number])
+    out = run(script)
+    for line in re.findall(r"^# (Decision\(.*)$", PYTHON[number], re.MULTILINE):
+        assert line in out
+
+
+def test_the_readme_has_the_python_it_had():
+    assert len(PYTHON) == 4
+
+
+def test_the_readmes_configuration_and_error_message(tmp_path):
+    path = tmp_path / "transfer.yaml"
+    path.write_text(re.search(r"```yaml\n(.*?)```", README, re.DOTALL).group(1))
+    assert load_config(path).section("pinned_staged").chunk_elements == 2**23
+    path.write_text(path.read_text().replace("chunk_elements", "chunk_elemnts"))
+    message = re.search(r"^    (transfer\.yaml:\d+: .*)$", README, re.MULTILINE).group(1)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert str(caught.value) == f"{tmp_path}/{message}"

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
+from .errors import ConfigError
+
 
 def plan_chunks(numel: int, chunk_elements: int) -> Iterator[tuple[int, int]]:
     """Yields ``(offset, length)`` in elements, in order, covering ``range(numel)`` exactly once.
@@ -15,10 +17,10 @@ def plan_chunks(numel: int, chunk_elements: int) -> Iterator[tuple[int, int]]:
         chunk_elements: The most elements of one chunk.
 
     Raises:
-        ValueError: ``chunk_elements`` is not positive.
+        ConfigError: ``chunk_elements`` is not positive.
     """
     if chunk_elements < 1:
-        raise ValueError(f"chunk_elements must be at least 1, not {chunk_elements}")
+        raise ConfigError(f"chunk_elements must be at least 1, not {chunk_elements}")
     for offset in range(0, numel, chunk_elements):
         yield offset, min(chunk_elements, numel - offset)
 

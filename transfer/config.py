@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -10,8 +11,10 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from torch import Tensor
 from typing_extensions import Self
 
+from .config_errors import UNDERSTOOD
+from .config_fields import AcceleratorName, DtypeName, Flag, SizeBytes, StrategyName, refuse
+from .errors import StrategyRegistrationError
 from .registry import get_strategy, strategy_names
-from .sizes import AcceleratorName, DtypeName, SizeBytes, StrategyName, refuse
 from .strategy_config import ConfigModel, StrategyConfig
 
 
@@ -26,16 +29,18 @@ class When(ConfigModel):
         source_pinned: Whether the device can read the source directly.
     """
 
-    smaller_than: SizeBytes | None = None
-    at_least: SizeBytes | None = None
-    source_dtype: DtypeName | None = None
-    destination_dtype: DtypeName | None = None
-    source_pinned: StrictBool | None = None
+    smaller_than: SizeBytes = None
+    at_least: SizeBytes = None
+    source_dtype: DtypeName = None
+    destination_dtype: DtypeName = None
+    source_pinned: Flag = None
 
     @model_validator(mode="after")
     def _not_empty(self) -> Self:
         if not self.model_fields_set:
             raise refuse("a rule needs at least one condition")
+        if self.smaller_than is not None and self.at_least is not None and self.at_least >= self.smaller_than:
+            raise refuse("no copy is both that small and that large")
         return self
 
     def holds(self, destination: Tensor, source: Tensor, source_pinned: bool) -> bool:
@@ -50,8 +55,8 @@ class When(ConfigModel):
         )
 
     def __str__(self) -> str:
-        given = {name: getattr(self, name) for name in sorted(self.model_fields_set)}
-        return ", ".join(f"{name}: {_plain(value)}" for name, value in given.items())
+        given = [(name, getattr(self, name)) for name in sorted(self.model_fields_set)]
+        return ", ".join(f"{name}: {_plain(value)}" for name, value in given)
 
 
 class Rule(ConfigModel):
@@ -81,8 +86,12 @@ class TransferConfig(ConfigModel):
 
     @classmethod
     def sections(cls) -> dict[str, type[StrategyConfig]]:
-        """Each registered strategy's name and configuration model."""
-        return {name: get_strategy(name).Config for name in strategy_names()}
+        """Each strategy's name and configuration model, without plug-ins that fail to load."""
+        found: dict[str, type[StrategyConfig]] = {}
+        for name in strategy_names():
+            with contextlib.suppress(StrategyRegistrationError):
+                found[name] = get_strategy(name).Config
+        return found
 
     def section(self, strategy: str) -> StrategyConfig:
         """The section of ``strategy``, or its defaults where none was given."""
@@ -121,11 +130,13 @@ def _line_errors(error: ValidationError, *prefix: str) -> list[InitErrorDetails]
     for entry in error.errors(include_url=False):
         kind: Any = entry["type"]
         context = entry.get("ctx", {})
-        if kind == "h2d":
-            kind = PydanticCustomError("h2d", "{reason}", context)
+        if kind not in UNDERSTOOD:  # a plug-in's own kind would be unknown to pydantic: its sentence is kept
+            kind = PydanticCustomError("h2d", "{reason}", {"reason": entry["msg"]})
         details.append(InitErrorDetails(type=kind, loc=(*prefix, *entry["loc"]), input=entry["input"], ctx=context))
     return details
 
 
-def _plain(value: Any) -> Any:
-    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+def _plain(value: Any) -> str:
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    return f"{value} bytes" if type(value) is int else str(value).lower()

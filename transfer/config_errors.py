@@ -25,6 +25,8 @@ _EXPECTED = {
     "tuple_type": "a list",
     "list_type": "a list",
 }
+#: The kinds of pydantic's errors that are told in words of our own.
+UNDERSTOOD = frozenset({"extra_forbidden", "missing", *_EXPECTED})
 
 
 def problems_of(
@@ -64,8 +66,18 @@ def _sentence(entry: Mapping[str, Any], model: type[BaseModel]) -> str:
     if kind == "missing":
         return "this key is required"
     expected = f"expected {_EXPECTED[kind]}" if kind in _EXPECTED else entry["msg"]
-    found = "nothing" if value is None else f"{value!r:.60} ({type(value).__name__})"
-    return f"found {found}: {expected}"
+    return f"found {shown(value)}: {expected}"
+
+
+def shown(value: object) -> str:
+    """The value and its type, for messages, cut where it is long."""
+    if value is None:
+        return "nothing"
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of more digits than Python prints
+        text = "a very long number"
+    return f"{text[:60]} ({type(value).__name__})"
 
 
 def unknown_key(key: str, model: type[BaseModel], parent: Location = ()) -> str:
@@ -79,7 +91,7 @@ def unknown_key(key: str, model: type[BaseModel], parent: Location = ()) -> str:
     guess = nearest(key, allowed)
     hint = ""
     if elsewhere is not None:
-        hint = f" It belongs under {elsewhere!r}." if elsewhere else " It belongs one level up."
+        hint = f" It belongs under {elsewhere!r}." if elsewhere else " It belongs at the top of the configuration."
     elif guess is not None:
         hint = f" Did you mean {guess!r}?"
     return f"unknown key {key!r}.{hint} Allowed here: {', '.join(allowed) or 'nothing'}."

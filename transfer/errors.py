@@ -102,7 +102,7 @@ class ConfigError(TransferError, ValueError):
     def __init__(self, problems: Sequence[ConfigProblem] | str) -> None:
         if isinstance(problems, str):
             problems = [ConfigProblem("", problems)]
-        self.problems = tuple(problems)
+        self.problems = tuple(sorted(problems, key=lambda problem: problem.line or 0))
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[ConfigProblem, ...]]]:

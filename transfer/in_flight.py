@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
+from .accelerator_choice import accelerator_errors
+
 
 class InFlightCopy:
     """What ``submit`` returns. This class itself stands for a copy that is finished already.
@@ -54,7 +56,8 @@ class EventCopy(InFlightCopy):
     def wait(self) -> None:
         pending = self._pending
         if pending is not None:
-            pending[0].synchronize()
+            with accelerator_errors():
+                pending[0].synchronize()
             self._pending = None
 
     def order_after(self, stream: Any) -> None:
@@ -64,13 +67,16 @@ class EventCopy(InFlightCopy):
         if stream is None:
             self.wait()
         else:
-            stream.wait_event(pending[0])
+            with accelerator_errors():
+                stream.wait_event(pending[0])
 
     @property
     def done(self) -> bool:
         pending = self._pending
-        if pending is not None and pending[0].query():
-            self._pending = None
+        if pending is not None:
+            with accelerator_errors():
+                if pending[0].query():
+                    self._pending = None
         return self._pending is None
 
 

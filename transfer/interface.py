@@ -10,16 +10,17 @@ from __future__ import annotations
 import contextlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from accelerators import Accelerator, AcceleratorError, get_accelerator
+from accelerators import Accelerator
 
-from .errors import AcceleratorFailedError, ForkedProcessError
+from .accelerator_choice import AcceleratorChoice, accelerator_errors
+from .errors import ForkedProcessError
 from .in_flight import FINISHED, InFlightCopy
 from .strategy_config import StrategyConfig, strategy_config
 from .validation import validate
@@ -31,16 +32,18 @@ class HostToDeviceTransfer(ABC):
     The contract of every strategy:
 
     1. The destination ends as ``destination.copy_(source)`` would leave it, bit for bit; a NaN
-       stays a NaN, with any payload. What cannot be right is refused before anything is written.
+       stays a NaN, with any payload. Invalid copies are refused before anything is written.
     2. Nothing outside the destination is written.
     3. The source may be changed or freed once ``InFlightCopy.release_source`` has returned.
-    4. Pinned bytes are fixed by the configuration, shown by ``pinned_bytes``, and zero after ``close``.
+    4. Pinned bytes are fixed by the configuration for each device and dtype copied to, shown by
+       ``pinned_bytes``, and zero after ``close``.
     5. After an error, nothing is in flight, each element of the destination is its old or its own
        new value, and the next transfer works. Errors that are not ours arrive as they are.
     6. The copy runs after the work that is queued on the caller's current stream of the
        destination's device. Other streams are the caller's business.
 
-    Thread-safe: threads may share one object. After a fork, the child gets ``ForkedProcessError``.
+    A registered strategy is made as ``Strategy(config, accelerator, fallback=...)``. Thread-safe:
+    threads may share one object. After a fork, the child gets ``ForkedProcessError``.
 
     Args:
         config: An instance of ``Config``, a mapping with its fields, or None for its defaults.
@@ -57,10 +60,7 @@ class HostToDeviceTransfer(ABC):
     #: The strategy's own configuration model.
     Config: ClassVar[type[StrategyConfig]] = StrategyConfig
 
-    # Defaults of the class, so that a subclass may leave out ``super().__init__``.
-    config: Any = None
-    fallback: bool = True
-    _given: Accelerator | str | None = None
+    config: Any
     _resolved: Accelerator | None = None
     _process: int | None = None
 
@@ -74,27 +74,27 @@ class HostToDeviceTransfer(ABC):
     ) -> None:
         self.config = strategy_config(self.Config, config, options)
         self.fallback = fallback
-        self._given = accelerator
+        self._choice = AcceleratorChoice(accelerator)
+
+    def __repr__(self) -> str:
+        given = self._choice.given
+        name = given if given is None or isinstance(given, str) else given.name
+        return f"{type(self).__name__}({self.config!r}, accelerator={name!r}, fallback={self.fallback})"
 
     @property
     def accelerator(self) -> Accelerator:
         """The accelerator in use; one that was not named follows ``get_accelerator()``.
 
+        Where it has changed since the last copy, ``close`` is called first, which may block: what
+        is pinned belongs to the accelerator before.
+
         Raises:
-            AcceleratorFailedError: It is unknown, invalid, or not available here.
+            AcceleratorFailedError: It is unknown, not an accelerator, or not available here.
         """
-        if self._resolved is not None and self._given is not None:
-            return self._resolved
-        try:
-            current = self._given if self._given is not None else get_accelerator()
-            current = get_accelerator(current) if isinstance(current, str) else current
-        except AcceleratorError as error:
-            raise AcceleratorFailedError(str(error)) from error
+        current = self._choice.resolve()
         if current is not self._resolved:
-            reason = current.unavailable_reason()
-            if reason is not None:
-                raise AcceleratorFailedError(f"cannot transfer to {current.name}: {reason}")
-            self.close()  # what is pinned belongs to the accelerator before
+            if self._resolved is not None:
+                self.close()
             self._resolved = current
         return current
 
@@ -104,13 +104,14 @@ class HostToDeviceTransfer(ABC):
         return 0
 
     def submit(self, destination: Tensor, source: Tensor) -> InFlightCopy:
-        """Starts a copy.
+        """Starts a copy. How long it blocks is the strategy's to say; ``pageable`` until the end.
 
         Args:
-            destination: A floating-point tensor of any shape and strides on the device. Its
-                ``requires_grad`` and graph stay as they are.
-            source: A tensor of the same shape in host memory; another floating dtype is cast,
-                rounding to nearest even. A source on the device is a plain device copy.
+            destination: A tensor of any shape and strides on the device. Its ``requires_grad`` and
+                graph stay as they are.
+            source: A tensor of the same shape in host memory. Another floating-point dtype is
+                cast, rounding to nearest even; every other dtype must equal the destination's. A
+                source on the device is a plain device copy.
 
         Returns:
             The copy, which may still be running. Until it is waited for, the destination must not
@@ -118,25 +119,26 @@ class HostToDeviceTransfer(ABC):
 
         Raises:
             TransferError: The tensors or the accelerator are refused; see ``transfer.errors``.
-            Exception: What the accelerator itself raises, as it is.
+            Exception: What the accelerator itself raises, as it is. Nothing is in flight then, and
+                each element of the destination is its old or its new value.
         """
         self._check_process()
         if not validate(destination, source):
             return FINISHED
-        accelerator = self.accelerator
-        with torch.no_grad():
-            try:
-                return self._submit(destination.detach(), source.detach())
-            except BaseException as error:
-                with contextlib.suppress(Exception):
-                    accelerator.synchronize(destination.device.index)
-                if isinstance(error, AcceleratorError):
-                    raise AcceleratorFailedError(str(error)) from error
-                raise
+        with self._draining(self.accelerator, destination), torch.no_grad():
+            return self._submit(destination.detach(), source.detach())
 
     def copy(self, destination: Tensor, source: Tensor) -> None:
-        """``submit``, then ``wait``: returns when the destination holds the values."""
-        self.submit(destination, source).wait()
+        """``submit``, then ``wait``: blocks until the destination holds the values.
+
+        Raises:
+            TransferError: As ``submit``.
+            Exception: As ``submit``, also from waiting.
+        """
+        copy = self.submit(destination, source)
+        if copy is not FINISHED:
+            with self._draining(self.accelerator, destination):
+                copy.wait()
 
     def prepare(self, source: Tensor) -> None:
         """A hint: this storage will be copied from many times.
@@ -145,14 +147,23 @@ class HostToDeviceTransfer(ABC):
         """
 
     def is_host_to_device(self, destination: Tensor, source: Tensor) -> bool:
-        """Whether a copy would cross from host memory to this transfer's accelerator."""
+        """Whether a copy would cross from host memory to this transfer's accelerator.
+
+        Raises:
+            AcceleratorFailedError: The accelerator is unknown or not available here.
+        """
         accelerator = self.accelerator
         return accelerator.on_device(destination) and accelerator.on_host(source)
 
     def close(self) -> None:
         """Waits for what is in flight and gives back every pinned byte.
 
-        Closing twice is fine. A closed object holds nothing; a later ``submit`` pins anew.
+        Closing twice is fine. A closed object holds nothing; a later ``submit`` pins anew. In a
+        fork of the process that used it, nothing is done.
+
+        Raises:
+            Exception: What the accelerator reports while it is waited for. What could not be given
+                back stays pinned, and closing again tries again.
         """
 
     def __enter__(self) -> Self:
@@ -168,6 +179,18 @@ class HostToDeviceTransfer(ABC):
         Called under ``no_grad`` with detached tensors of equal shape and at least one element.
         When it raises, ``submit`` waits for the device before the error goes on to the caller.
         """
+
+    @staticmethod
+    @contextlib.contextmanager
+    def _draining(accelerator: Accelerator, destination: Tensor) -> Iterator[None]:
+        """Waits for the device before any exception goes on; errors of ``accelerators`` become ours."""
+        try:
+            with accelerator_errors():
+                yield
+        except BaseException:
+            with contextlib.suppress(Exception):
+                accelerator.synchronize(destination.device.index)
+            raise
 
     @property
     def _is_forked(self) -> bool:

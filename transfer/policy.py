@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from accelerators import Accelerator, get_accelerator
+from accelerators import Accelerator
 
+from .accelerator_choice import AcceleratorChoice
 from .config_file import ConfigLike, resolve_config
 
 #: Below this many bytes the fixed cost of staging outweighs what it gains.
@@ -34,8 +35,8 @@ class TransferPolicy:
     Making one calls no accelerator.
 
     The first match decides: a copy within one side is ``pageable``; ``rules``, in order; ``strategy``;
-    under 1 MiB, an accelerator without streams, events or pinning, or a pinned source that
-    needs no cast is ``pageable``; everything else ``pinned_staged``.
+    under 1 MiB at the destination, an accelerator without streams, events or pinning, or a pinned source
+    that needs no cast is ``pageable``; everything else is ``pinned_staged``.
 
     Args:
         config: As for ``build_transfer``.
@@ -47,7 +48,7 @@ class TransferPolicy:
 
     def __init__(self, config: ConfigLike | None = None, accelerator: Accelerator | str | None = None) -> None:
         self.config = resolve_config(config)
-        self._accelerator = accelerator if accelerator is not None else self.config.accelerator
+        self._choice = AcceleratorChoice(accelerator if accelerator is not None else self.config.accelerator)
 
     @property
     def candidates(self) -> tuple[str, ...]:
@@ -56,18 +57,16 @@ class TransferPolicy:
         return tuple(dict.fromkeys(("pageable", *(rule.use for rule in self.config.rules), *base)))
 
     def select(self, destination: Tensor, source: Tensor) -> Decision:
-        """The strategy for one copy. Takes a few microseconds and does not block.
+        """The strategy for one copy. Takes about ten microseconds and does not block.
 
         Args:
             destination: Any tensor.
             source: A tensor of the same shape.
 
         Raises:
-            AcceleratorError: The accelerator is unknown or cannot be set up.
+            AcceleratorFailedError: The accelerator is unknown or not available here.
         """
-        accelerator = self._accelerator
-        if accelerator is None or isinstance(accelerator, str):
-            accelerator = get_accelerator(accelerator)
+        accelerator = self._choice.resolve()
         if not accelerator.on_device(destination):
             return Decision("pageable", f"The destination is not in the memory of {accelerator.name}.")
         if not accelerator.on_host(source):
@@ -75,12 +74,14 @@ class TransferPolicy:
         pinned = accelerator.is_pinned(source)
         for index, rule in enumerate(self.config.rules):
             if rule.when.holds(destination, source, pinned):
-                return Decision(rule.use, f"Rule {index} matches: {rule.when}.")
+                return Decision(rule.use, f"rules[{index}] matches ({rule.when}).")
         if self.config.strategy is not None:
             return Decision(self.config.strategy, f"The configuration says `strategy: {self.config.strategy}`.")
         size = destination.numel() * destination.element_size()
         if size < SMALL_BYTES:
-            return Decision("pageable", f"{size} bytes are too few for staging to pay; it starts at {SMALL_BYTES}.")
+            return Decision(
+                "pageable", f"{size} bytes are too few for staging to pay off ({SMALL_BYTES} would be enough)."
+            )
         obstacle = accelerator.capabilities.why_not("streams", "events", "pins_host_memory")
         if obstacle is not None:
             return Decision("pageable", obstacle)

@@ -7,22 +7,24 @@ import threading
 
 from torch import Tensor
 
-from accelerators import Accelerator, AcceleratorError
+from accelerators import Accelerator
 
 from .config_file import ConfigLike, resolve_config
-from .errors import AcceleratorFailedError
 from .in_flight import InFlightCopy
 from .interface import HostToDeviceTransfer
-from .policy import TransferPolicy
+from .policy import Decision, TransferPolicy
 from .registry import get_strategy
 
 logger = logging.getLogger("transfer")
+
+#: Different decisions that one transfer logs; sizes make many that differ in nothing else.
+MOST_LOGGED = 32
 
 
 class RoutedTransfer(HostToDeviceTransfer):
     """Sends each copy to the strategy that its policy selects; strategies are made when first used.
 
-    Every decision is logged once, at level INFO, under the logger ``transfer``.
+    Each different decision is logged once, at level INFO, under the logger ``transfer``.
 
     Args:
         policy: Selects strategies, and holds the configuration of each.
@@ -34,7 +36,7 @@ class RoutedTransfer(HostToDeviceTransfer):
         self.policy = policy
         self._strategies: dict[str, HostToDeviceTransfer] = {}
         self._lock = threading.RLock()
-        self._logged: set[str] = set()
+        self._logged: set[Decision] = set()
 
     @property
     def pinned_bytes(self) -> int:
@@ -45,18 +47,19 @@ class RoutedTransfer(HostToDeviceTransfer):
             self._strategy(name).prepare(source)
 
     def close(self) -> None:
+        if self._is_forked:
+            return
         for strategy in tuple(self._strategies.values()):
             strategy.close()
 
     def _submit(self, destination: Tensor, source: Tensor) -> InFlightCopy:
-        try:
-            decision = self.policy.select(destination, source)
-        except AcceleratorError as error:
-            raise AcceleratorFailedError(str(error)) from error
-        if decision.strategy not in self._logged:
-            self._logged.add(decision.strategy)
+        decision = self.policy.select(destination, source)
+        if decision not in self._logged and len(self._logged) < MOST_LOGGED:
+            self._logged.add(decision)
             logger.info("%s: %s", decision.strategy, decision.reason)
-        return self._strategy(decision.strategy)._submit(destination, source)
+        strategy = self._strategy(decision.strategy)
+        strategy._check_process()
+        return strategy._submit(destination, source)
 
     def _strategy(self, name: str) -> HostToDeviceTransfer:
         strategy = self._strategies.get(name)
@@ -64,7 +67,7 @@ class RoutedTransfer(HostToDeviceTransfer):
             with self._lock:
                 if name not in self._strategies:
                     config = self.policy.config.section(name)
-                    self._strategies[name] = get_strategy(name)(config, self._given, fallback=self.fallback)
+                    self._strategies[name] = get_strategy(name)(config, self._choice.given, fallback=self.fallback)
                 strategy = self._strategies[name]
         return strategy
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from .config_errors import problems_of
+from .config_errors import problems_of, shown
 from .errors import ConfigError
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ else:
 class _RaisesConfigError(ModelMetaclass):
     """Turns pydantic's error into ours where a model is called; nested models keep their paths."""
 
-    def __call__(cls, *args: Any, **fields: Any) -> Any:  # noqa: N805 - of a metaclass
+    def __call__(cls, /, *args: Any, **fields: Any) -> Any:  # noqa: N805 - of a metaclass
         try:
             return super().__call__(*args, **fields)
         except ValidationError as error:
@@ -27,7 +27,10 @@ class _RaisesConfigError(ModelMetaclass):
 
 
 class ConfigModel(BaseModel, metaclass=_RaisesConfigError):
-    """Frozen, nothing extra allowed, picklable. Calling it with mistakes raises ``ConfigError``."""
+    """Frozen, nothing extra allowed, picklable. Calling it with mistakes raises ``ConfigError``.
+
+    pydantic's own methods, such as ``model_validate``, raise pydantic's ``ValidationError``.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -53,4 +56,4 @@ def strategy_config(model: type[C], given: ConfigModel | Mapping[str, Any] | Non
         return given
     if isinstance(given, Mapping):
         return model(**{str(key): value for key, value in given.items()})
-    raise ConfigError(f"expected a {model.__name__} or a mapping, found {given!r} ({type(given).__name__})")
+    raise ConfigError(f"expected a {model.__name__} or a mapping, found {shown(given)}")

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
-from .errors import InferenceTensorError, InvalidTensorError, NotATensorError, UnsupportedDtypeError
+from .errors import (
+    InferenceTensorError,
+    InvalidTensorError,
+    NotATensorError,
+    TransferError,
+    UnsupportedDtypeError,
+)
 
 
 def validate(destination: Tensor, source: Tensor) -> bool:
     """Checks one copy; returns whether there is anything to do.
 
-    Cheap: looks at metadata alone, except where two views interleave in the same memory.
+    Looks at metadata alone, except where strides interleave in the same memory; that needs a byte of
+    host memory for each element spanned.
 
     Returns:
         False for no elements, and for source and destination being the very same memory.
@@ -32,13 +41,23 @@ def validate(destination: Tensor, source: Tensor) -> bool:
                 f"the {role} must be a torch.Tensor, not {type(tensor).__name__} "
                 f"(destination: {describe(destination)}; source: {describe(source)})"
             )
+    try:
+        return _validate(destination, source)
+    except TransferError:
+        raise
+    except (RuntimeError, NotImplementedError, ValueError, AssertionError) as error:
+        # Tensors that answer no questions about their memory: uninitialised, fake, inside vmap, ...
+        raise _invalid(f"a side has no memory of its own that could be copied: {error}", destination, source) from error
+
+
+def _validate(destination: Tensor, source: Tensor) -> bool:
     for role, tensor in (("destination", destination), ("source", source)):
         problem = _problem(tensor)
         if problem:
             raise _invalid(f"the {role} {problem}", destination, source)
     if destination.shape != source.shape:
         raise _invalid("the shapes differ, and nothing is broadcast", destination, source)
-    if destination.dtype != source.dtype and not _torch_casts(destination.dtype, source.dtype):
+    if not _torch_copies(destination.dtype, source.dtype):
         raise UnsupportedDtypeError(
             f"no faithful copy from {source.dtype} to {destination.dtype}: both must be real floating-point "
             f"dtypes that torch casts, or the same (destination: {describe(destination)}; source: {describe(source)})"
@@ -63,7 +82,10 @@ def describe(tensor: object) -> str:
     """``torch.bfloat16 (3, 4) on cuda:0``, for messages."""
     if not isinstance(tensor, Tensor):
         return repr(tensor)[:60]
-    return f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
+    try:
+        return f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
+    except (RuntimeError, NotImplementedError):  # nested, uninitialised, ...
+        return f"{type(tensor).__name__} without a shape"
 
 
 def _invalid(problem: str, destination: Tensor, source: Tensor) -> InvalidTensorError:
@@ -71,6 +93,8 @@ def _invalid(problem: str, destination: Tensor, source: Tensor) -> InvalidTensor
 
 
 def _problem(tensor: Tensor) -> str | None:
+    if is_lazy(tensor):
+        return "is an uninitialised parameter, without memory"
     if tensor.is_meta:
         return "is a meta tensor, without memory"
     if tensor.layout != torch.strided or tensor.is_nested:
@@ -85,11 +109,11 @@ def _problem(tensor: Tensor) -> str | None:
 
 
 @functools.cache
-def _torch_casts(destination: torch.dtype, source: torch.dtype) -> bool:
-    if not (destination.is_floating_point and source.is_floating_point):
+def _torch_copies(destination: torch.dtype, source: torch.dtype) -> bool:
+    if destination != source and not (destination.is_floating_point and source.is_floating_point):
         return False
     try:
-        torch.empty(1, dtype=destination, device="cpu").copy_(torch.zeros(1, dtype=source, device="cpu"))
+        torch.empty(1, dtype=destination, device="cpu").copy_(torch.empty(1, dtype=source, device="cpu"))
     except (RuntimeError, NotImplementedError):
         return False
     return True
@@ -116,10 +140,15 @@ def _is_same_view(a: Tensor, b: Tensor) -> bool:
         a.data_ptr() == b.data_ptr()
         and a.device == b.device
         and a.dtype == b.dtype
-        and a.stride() == b.stride()
+        and _strides(a) == _strides(b)
         and a.is_neg() == b.is_neg()
         and a.is_conj() == b.is_conj()
     )
+
+
+def _strides(tensor: Tensor) -> list[int]:
+    """The strides that matter: not those of dimensions of size 1."""
+    return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1]
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
@@ -129,18 +158,21 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
     gap_bytes = second.data_ptr() - first.data_ptr()
     if gap_bytes >= _span(first) * first.element_size():
         return False
-    if a.is_contiguous() or b.is_contiguous() or a.element_size() != b.element_size() or gap_bytes % a.element_size():
+    if a.is_contiguous() and b.is_contiguous():
         return True
-    # Two interleaving views, such as x[::2] and x[1::2]: the only case that needs a look at elements.
-    gap = gap_bytes // a.element_size()
-    length = max(_span(first), gap + _span(second))
-    return bool((_occupied(first, length) & _occupied(second, length, gap)).any())
+    # Interleaving views, such as x[::2] and x[1::2]: the only case that needs a look at elements.
+    unit = math.gcd(gap_bytes, a.element_size(), b.element_size())
+    gap = gap_bytes // unit
+    length = max(_span(first) * first.element_size(), gap_bytes + _span(second) * second.element_size()) // unit
+    return bool((_occupied(first, unit, length) & _occupied(second, unit, length, gap)).any())
 
 
-def _occupied(tensor: Tensor, length: int | None = None, offset: int = 0) -> Tensor:
-    """Which of ``length`` elements of memory the tensor uses, starting at ``offset``."""
-    mask = torch.zeros(length or _span(tensor), dtype=torch.bool, device="cpu")
-    # Written through indices, because torch refuses in-place writes to views that overlap themselves.
-    indices = torch.arange(mask.numel(), device="cpu").as_strided(tensor.shape, tensor.stride(), offset)
-    mask[indices.reshape(-1)] = True
+def _occupied(tensor: Tensor, unit: int | None = None, length: int | None = None, offset: int = 0) -> Tensor:
+    """Which of ``length`` units of memory, each of ``unit`` bytes, the tensor uses from ``offset`` on."""
+    width = tensor.element_size() // (unit or tensor.element_size())
+    mask = torch.zeros(length or _span(tensor) * width, dtype=torch.bool, device="cpu")
+    # Dimensions of stride 0 visit the same elements again, which torch refuses to write through a view.
+    dims = [(size, stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride]
+    sizes, strides = [size for size, _ in dims], [stride * width for _, stride in dims]
+    mask.as_strided([*sizes, width], [*strides, 1], offset).fill_(True)
     return mask

@@ -12,19 +12,23 @@ the device, DeepSpeed's own code runs.
 
 from __future__ import annotations
 
-import functools
+import contextlib
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from . import zero3_hooks as hooks
 from .config import TransferConfig
 from .config_file import ConfigLike, resolve_config
 from .errors import AttachError
 from .interface import HostToDeviceTransfer
 from .routed import build_transfer
 from .zero3_config import config_for_engine
+
+logger = logging.getLogger("transfer")
 
 _COPY_BACK = "_reassign_or_swap_out_partitioned_parameters"
 _NEEDED = (
@@ -51,29 +55,39 @@ _lock = threading.RLock()
 _attachments: weakref.WeakKeyDictionary[Any, _Attachment] = weakref.WeakKeyDictionary()
 _detached: weakref.WeakSet[Any] = weakref.WeakSet()  # on purpose, although install is in force
 _installed: _Installed | None = None
-_hooks: dict[tuple[type, str], tuple[Callable[..., Any], Callable[..., Any]]] = {}  # (original, ours)
 
 
 def attach(engine: Any, transfer: HostToDeviceTransfer | ConfigLike | None = None) -> HostToDeviceTransfer:
     """Lets every copy-back of one ZeRO-3 engine go through ``transfer``.
 
     Attaching again with the same transfer changes nothing; with another one replaces it. When the
-    engine is destroyed, the transfer is closed, so that nothing stays pinned.
+    engine is destroyed, the transfer is closed, so that nothing stays pinned; it can be used again.
+    Starts the accelerator, to see which copies cross.
 
     Args:
         engine: A DeepSpeed engine, its ZeRO-3 optimizer, or a framework's wrapper of either.
-        transfer: A ``HostToDeviceTransfer``, which stays the caller's; or a configuration as
-            for ``build_transfer``; or None: the file in ``$H2D_CONFIG``, else the section
-            ``host_to_device_transfer`` of the engine's DeepSpeed config, else the defaults.
+        transfer: A ``HostToDeviceTransfer``; or a configuration as for ``build_transfer``; or None:
+            the file in ``$H2D_CONFIG``, else the section ``host_to_device_transfer`` of the engine's
+            DeepSpeed config, else the defaults.
 
     Returns:
         The transfer in use.
 
     Raises:
-        AttachError: The engine does not run ZeRO-3.
-        ConfigError: The configuration has mistakes. The engine is unchanged in both cases.
+        AttachError: The engine does not run ZeRO-3, or somebody else has replaced its copy-back.
+        ConfigError: The configuration has mistakes.
+        AcceleratorFailedError: The accelerator is unknown or not available here.
+        Exception: What the strategy's ``prepare`` raises. The engine is unchanged in every case.
     """
     optimizer = _zero3_optimizer(engine)
+    if optimizer is None:
+        used = type(getattr(engine, "optimizer", engine)).__name__
+        raise AttachError(
+            f"{type(engine).__name__} is not a DeepSpeed 0.16 to 0.19 ZeRO-3 engine (its optimizer is {used}): set "
+            "`zero_optimization.stage` to 3, and attach after deepspeed.initialize"
+        )
+    if _COPY_BACK in vars(optimizer):
+        raise AttachError(f"{_COPY_BACK} of this engine's optimizer has been replaced by somebody else already")
     if isinstance(transfer, HostToDeviceTransfer):
         return _attach(optimizer, _Attachment(transfer))
     config = config_for_engine(transfer, _deepspeed_config(engine))
@@ -86,18 +100,23 @@ def attach(engine: Any, transfer: HostToDeviceTransfer | ConfigLike | None = Non
 
 
 def detach(engine: Any) -> None:
-    """Gives an engine DeepSpeed's own copy back. An engine that is not attached is fine.
+    """Restores DeepSpeed's own copy-back. Anything that is not attached is fine.
 
     A transfer that ``attach`` or ``install`` built is closed; one that the caller gave is not.
+
+    Raises:
+        Exception: What the transfer's ``close`` raises; the engine is detached all the same.
     """
     optimizer = _zero3_optimizer(engine)
+    if optimizer is None:
+        return
     with _lock:
         if _installed is not None:
             _detached.add(optimizer)
         attachment = _attachments.pop(optimizer, None)
-        if attachment is not None and attachment.config is not None:
-            attachment.transfer.close()
         _unhook_if_unused()
+    if attachment is not None and attachment.config is not None:
+        attachment.transfer.close()
 
 
 def install(config: ConfigLike | None = None) -> None:
@@ -112,18 +131,20 @@ def install(config: ConfigLike | None = None) -> None:
             ``install`` cannot be seen: use ``attach`` for it.
 
     Raises:
-        ConfigError: The configuration has mistakes. Nothing is installed then.
+        ConfigError: The configuration, or the file in ``$H2D_CONFIG``, has mistakes. Nothing is
+            installed then. Mistakes in a DeepSpeed config are raised by ``deepspeed.initialize``,
+            as is an accelerator that is not available; for older engines, by their next step.
     """
     global _installed
-    if config is not None:
-        config = resolve_config(config)
+    checked = resolve_config(config)
+    config = None if config is None else checked
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     with _lock:
         _installed = _Installed(config)
-        _hook(DeepSpeedEngine, "_configure_zero_optimizer", _configure_zero_optimizer)
-        for optimizer_class in _zero3_classes():
-            _hook_optimizer_class(optimizer_class)
+        hooks.hook(DeepSpeedEngine, "_configure_zero_optimizer", _configure_zero_optimizer)
+        for optimizer_class in hooks.zero3_classes():
+            hooks.hook_optimizer_class(optimizer_class, _OURS)
 
 
 def uninstall() -> None:
@@ -134,26 +155,41 @@ def uninstall() -> None:
     global _installed
     with _lock:
         _installed = None
-        for optimizer, attachment in list(_attachments.items()):
-            if attachment.by_install:
-                del _attachments[optimizer]
-                attachment.transfer.close()
+        by_install = [(optimizer, found) for optimizer, found in _attachments.items() if found.by_install]
+        for optimizer, _ in by_install:
+            del _attachments[optimizer]
         _detached.clear()
         _unhook_if_unused()
+    with contextlib.ExitStack() as closing:  # closes every one of them, and raises the first error after
+        for _, attachment in by_install:
+            closing.callback(attachment.transfer.close)
 
 
 def _attach(optimizer: Any, attachment: _Attachment) -> HostToDeviceTransfer:
-    for sub_group_id in range(len(optimizer.fp32_partitioned_groups_flat)):
-        if _crosses(optimizer, sub_group_id, attachment.transfer):
-            attachment.transfer.prepare(optimizer.fp32_partitioned_groups_flat[sub_group_id].data)
+    transfer = attachment.transfer
+    sub_groups = range(len(optimizer.fp32_partitioned_groups_flat))
+    try:
+        crossing = [sub_group_id for sub_group_id in sub_groups if _crosses(optimizer, sub_group_id, transfer)]
+        for sub_group_id in crossing:
+            transfer.prepare(optimizer.fp32_partitioned_groups_flat[sub_group_id].data)
+    except BaseException:
+        if attachment.config is not None:
+            transfer.close()
+        raise
+    if not crossing:
+        logger.warning(
+            "none of the %d sub-groups of this ZeRO-3 engine has its master partition on the host and its "
+            "low-precision partition on the device: while that is so, DeepSpeed's own copy-back stays in use",
+            len(sub_groups),
+        )
     with _lock:
         current = _attachments.get(optimizer)
-        _hook_optimizer_class(type(optimizer))
+        hooks.hook_optimizer_class(type(optimizer), _OURS)
         _attachments[optimizer] = attachment
         _detached.discard(optimizer)
-        if current is not None and current.config is not None and current.transfer is not attachment.transfer:
-            current.transfer.close()
-    return attachment.transfer
+    if current is not None and current.config is not None and current.transfer is not transfer:
+        current.transfer.close()
+    return transfer
 
 
 def _crosses(optimizer: Any, sub_group_id: int, transfer: HostToDeviceTransfer) -> bool:
@@ -201,6 +237,9 @@ def _destroy(original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs:
             _unhook_if_unused()
 
 
+_OURS = {_COPY_BACK: _copy_back, "destroy": _destroy}
+
+
 def _configure_zero_optimizer(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
     if _installed is None:
         return original(engine, *args, **kwargs)
@@ -213,18 +252,13 @@ def _configure_zero_optimizer(original: Callable[..., Any], engine: Any, *args: 
 
 
 def _zero3_optimizer(engine: Any) -> Any:
+    """The ZeRO-3 optimizer in an engine, a wrapper of one, or itself; None where there is none."""
     candidate = engine
     for _ in range(4):  # framework wrapper -> engine -> optimizer wrapper -> optimizer
         if all(hasattr(candidate, name) for name in _NEEDED):
-            if _COPY_BACK in vars(candidate):
-                raise AttachError(f"{_COPY_BACK} of this engine's optimizer has been replaced by somebody else already")
             return candidate
         candidate = getattr(candidate, "optimizer", None)
-    used = type(getattr(engine, "optimizer", engine)).__name__
-    raise AttachError(
-        f"{type(engine).__name__} does not run ZeRO-3 as DeepSpeed 0.16 to 0.19 has it (its optimizer is {used}): "
-        "set `zero_optimization.stage` to 3, and attach after deepspeed.initialize"
-    )
+    return None
 
 
 def _deepspeed_config(engine: Any) -> Mapping[str, Any]:
@@ -232,44 +266,6 @@ def _deepspeed_config(engine: Any) -> Mapping[str, Any]:
     return config if isinstance(config, Mapping) else {}
 
 
-def _zero3_classes() -> list[type]:
-    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-
-    classes: list[type] = [DeepSpeedZeroOptimizer_Stage3]
-    try:
-        from deepspeed.runtime.superoffload.superoffload_stage3 import SuperOffloadOptimizer_Stage3
-    except ImportError:  # before 0.18
-        return classes
-    return [*classes, SuperOffloadOptimizer_Stage3]
-
-
-def _hook_optimizer_class(optimizer_class: type) -> None:
-    for name, ours in ((_COPY_BACK, _copy_back), ("destroy", _destroy)):
-        for owner in optimizer_class.__mro__:
-            if name in vars(owner):
-                _hook(owner, name, ours)
-                break
-
-
-def _hook(owner: type, name: str, ours: Callable[..., Any]) -> None:
-    """Replaces a method by ``ours``, which gets the original first. Once for each method."""
-    if (owner, name) in _hooks:
-        return
-    original = vars(owner)[name]
-
-    @functools.wraps(original)
-    def hooked(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return ours(original, self, *args, **kwargs)
-
-    setattr(owner, name, hooked)
-    _hooks[(owner, name)] = (original, hooked)
-
-
 def _unhook_if_unused() -> None:
-    if _installed is not None or len(_attachments):
-        return
-    for (owner, name), (original, hooked) in list(_hooks.items()):
-        # Where somebody else has wrapped our wrapper since, it stays, and passes every call on.
-        if vars(owner)[name] is hooked:
-            setattr(owner, name, original)
-            del _hooks[(owner, name)]
+    if _installed is None and not len(_attachments):
+        hooks.remove_all()

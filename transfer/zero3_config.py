@@ -10,11 +10,15 @@ from typing import Any
 from accelerators.plugins import nearest
 
 from .config import TransferConfig
+from .config_errors import shown
 from .config_file import ENVIRONMENT_VARIABLE, ConfigLike, resolve_config
 from .errors import ConfigError, ConfigProblem
 
 #: Top-level key of a DeepSpeed config that holds our section, or the path of a YAML file with it.
 SECTION = "host_to_device_transfer"
+
+#: What somebody who has forgotten the key's name might write, and DeepSpeed would ignore.
+_SHORT_FORMS = ("h2d", "h2d_transfer", "host_to_device", "transfer")
 
 logger = logging.getLogger("transfer")
 
@@ -42,13 +46,12 @@ def config_for_engine(argument: ConfigLike | None, deepspeed_config: Mapping[str
     if section is None:
         return TransferConfig()
     if not isinstance(section, Mapping | str):
-        kind = type(section).__name__
-        message = f"found {section!r:.60} ({kind}): expected a mapping, or the path of a YAML file"
+        message = f"found {shown(section)}: expected a mapping, or the path of a YAML file"
         raise ConfigError([ConfigProblem(SECTION, message)])
     return resolve_config(section, origin=SECTION)
 
 
 def _refuse_near_misses(deepspeed_config: Mapping[str, Any]) -> None:
     for key in deepspeed_config:
-        if isinstance(key, str) and nearest(key, [SECTION], cutoff=0.8):
+        if isinstance(key, str) and (key in _SHORT_FORMS or nearest(key, [SECTION], cutoff=0.8)):
             raise ConfigError([ConfigProblem(key, f"unknown key of the DeepSpeed config; did you mean {SECTION!r}?")])

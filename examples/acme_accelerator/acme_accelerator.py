@@ -1,4 +1,4 @@
-"""A complete accelerator, as a vendor would write one: copy this file and replace what it does by your driver.
+"""A complete accelerator, as a vendor would write one: copy this file and replace its body with calls to your driver.
 
 The device here is imaginary: its memory is host memory, each stream is a thread, an event is the
 last piece of work submitted to a stream. Everything is really asynchronous, so a missing wait shows.

@@ -159,7 +159,7 @@ def test_the_default_follows_deepspeeds_choice(monkeypatch):
 
 
 def test_what_a_deepspeed_accelerator_carries_is_checked():
-    with pytest.raises(InvalidAcceleratorError, match="h2d_accelerator is .* no accelerator"):
+    with pytest.raises(InvalidAcceleratorError, match="h2d_accelerator is .* not an accelerator"):
         adapt(types.SimpleNamespace(_name="acme", h2d_accelerator=object()))
 
 

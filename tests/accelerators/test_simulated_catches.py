@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from accelerators import _late_queue
 from accelerators.simulated import SimulatedAccelerator
 
 SEEDS = range(40)
@@ -115,19 +116,61 @@ def test_guards_that_belong_to_the_call_are_caught(seed):
     assert scratch_result(seed, guards_belong_to_the_buffer=False) != list(range(96))
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_stream_that_does_not_wait_for_another_is_caught(seed):
-    accelerator = SimulatedAccelerator(seed)
+def chain(accelerator, *, ordered):
+    """Copies on one stream what another stream brings; returns what arrived, and the streams."""
     pinned = accelerator.pin_empty(4, dtype=torch.float32)
     pinned.fill_(1)
     first, second = (accelerator.device_empty(4, dtype=torch.float32) for _ in range(2))
-    with accelerator.stream(accelerator.Stream()):
+    producer, consumer = accelerator.Stream(), accelerator.Stream()
+    with accelerator.stream(producer):
         accelerator.enqueue_copy(first, pinned)
-    consumer = accelerator.Stream()
+    if ordered:
+        consumer.wait_stream(producer)
     with accelerator.stream(consumer):
         accelerator.enqueue_copy(second, first)
-    consumer.synchronize()
-    assert not torch.equal(second, torch.ones(4))
+    return second, producer, consumer
+
+
+ENDINGS = {
+    "consumer": lambda accelerator, producer, consumer: consumer.synchronize(),
+    "producer first": lambda accelerator, producer, consumer: (producer.synchronize(), consumer.synchronize()),
+    "device": lambda accelerator, producer, consumer: accelerator.synchronize(),
+}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_stream_that_does_not_wait_for_another_is_caught_whatever_the_host_waits_for(seed, ending):
+    for ordered in (True, False):
+        accelerator = SimulatedAccelerator(seed)
+        second, producer, consumer = chain(accelerator, ordered=ordered)
+        ENDINGS[ending](accelerator, producer, consumer)
+        assert torch.equal(second, torch.ones(4)) == ordered
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_two_streams_that_write_the_same_memory_are_caught(seed):
+    accelerator = SimulatedAccelerator(seed)
+    destination = accelerator.device_empty(4, dtype=torch.float32)
+    for value in (1, 2):
+        pinned = accelerator.pin_empty(4, dtype=torch.float32)
+        pinned.fill_(value)
+        with accelerator.stream(accelerator.Stream()):
+            accelerator.enqueue_copy(destination, pinned)
+    accelerator.synchronize()
+    assert destination.isnan().all() or destination.tolist() == [1] * 4, "the second copy must not look right"
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_blocking_copy_that_another_stream_still_reads_is_caught(seed):
+    accelerator = SimulatedAccelerator(seed)
+    first, second = (accelerator.device_empty(4, dtype=torch.float32) for _ in range(2))
+    first.fill_(1)
+    with accelerator.stream(side := accelerator.Stream()):
+        accelerator.enqueue_copy(second, first)
+    accelerator.enqueue_copy(first, torch.full((4,), 2.0))
+    side.synchronize()
+    assert second.isnan().all()
 
 
 def test_old_work_of_another_stream_overtakes_nothing_it_was_ordered_before():
@@ -146,7 +189,26 @@ def test_old_work_of_another_stream_overtakes_nothing_it_was_ordered_before():
     assert destination.tolist() == [2, 2, 2, 2]
 
 
-def test_the_same_seed_gives_the_same_order():
-    assert scratch_result(3, guards_belong_to_the_buffer=False) == scratch_result(3, guards_belong_to_the_buffer=False)
-    orders = {tuple(scratch_result(seed, guards_belong_to_the_buffer=False)) for seed in SEEDS}
-    assert len(orders) > 1, "the seed must matter"
+def order_of_copies(seed, monkeypatch):
+    """In which order four copies on each of three independent streams run."""
+    simulated = SimulatedAccelerator(seed)
+    ran = []
+    monkeypatch.setattr(_late_queue, "run_copy", lambda destination, source, poisoned: ran.append(int(source)))
+    for value in range(12):
+        source = simulated.pin_empty(1, dtype=torch.float32)
+        source.fill_(value)
+        if value % 4 == 0:
+            stream = simulated.Stream()
+        with simulated.stream(stream):
+            simulated.enqueue_copy(simulated.device_empty(1, dtype=torch.float32), source)
+    simulated.synchronize()
+    return ran
+
+
+def test_the_seed_draws_the_order_and_streams_keep_theirs(monkeypatch):
+    orders = [order_of_copies(seed, monkeypatch) for seed in SEEDS]
+    assert orders == [order_of_copies(seed, monkeypatch) for seed in SEEDS]
+    assert len({tuple(order) for order in orders}) > 10
+    for order in orders:
+        for stream in range(3):
+            assert [value for value in order if value // 4 == stream] == [4 * stream + i for i in range(4)]

@@ -6,6 +6,8 @@ import textwrap
 
 import pytest
 import torch
+from pydantic import field_validator
+from pydantic_core import PydanticCustomError
 
 import transfer
 from transfer import (
@@ -87,7 +89,7 @@ def test_ways_to_write_a_count(yaml_file, written, meant):
         ("1e8", "found '1e8' (str): expected a whole number of elements; write it out: 100000000"),
         ("1.0e8", "found '1.0e8' (str): expected a whole number of elements; write it out: 100000000"),
         ("1.0e+8", "found 100000000.0 (float): expected a whole number of elements; write it out: 100000000"),
-        ("1.5", "found 1.5 (float): expected a whole number of elements; write it as 16777216"),
+        ("1.5", "found 1.5 (float): expected a whole number of elements; such as 16777216"),
         ("2**26", "found '2**26' (str): expected a whole number of elements"),
         ("256MiB", "this counts elements, not bytes, and takes no unit"),
         ("auto", "found 'auto' (str): expected a whole number of elements"),
@@ -154,16 +156,16 @@ def test_ways_not_to_write_a_size(yaml_file, written, hint):
         ),
         (
             "transfer:\n  pinned_staged:\n    fallback: true\n",
-            "FILE:3: transfer.pinned_staged.fallback: unknown key 'fallback'. It belongs one level up.",
+            "FILE:3: transfer.pinned_staged.fallback: unknown key 'fallback'. It belongs at the top of the configuration.",
         ),
         ("strategy: pageable\n", "FILE:1: strategy: this key belongs under 'transfer'"),
         ("transfer: {}\npinned_staged: {buffers: 2}\n", "FILE:2: pinned_staged: this key belongs under 'transfer'"),
         (
             "transfr: {}\n",
-            "FILE:1: transfr: unknown key 'transfr'. Everything stands under the one top-level key 'transfer'.",
+            "FILE:1: transfr: unknown key 'transfr'. Everything belongs under the one top-level key 'transfer'.",
         ),
-        ("- transfer\n", "FILE:1: expected one top-level key, 'transfer', found a list"),
-        ("just text\n", "FILE:1: expected one top-level key, 'transfer', found a str"),
+        ("- transfer\n", "FILE:1: expected one top-level key, 'transfer', found ['transfer'] (list)"),
+        ("just text\n", "FILE:1: expected one top-level key, 'transfer', found 'just text' (str)"),
         ("transfer: [1]\n", "FILE:1: transfer: found [1] (list): expected a mapping"),
         ("transfer: pageable\n", "FILE:1: transfer: found 'pageable' (str): expected a mapping"),
         ("transfer:\n  pinned_staged: 4\n", "FILE:2: transfer.pinned_staged: found 4 (int): expected a mapping"),
@@ -182,7 +184,7 @@ def test_ways_not_to_write_a_size(yaml_file, written, hint):
         ),
         (
             "transfer:\n  rules:\n  - when: {source_dtype: fp32}\n    use: pageable\n",
-            "FILE:3: transfer.rules[0].when.source_dtype: found 'fp32' (str): expected the name of a torch dtype",
+            "FILE:3: transfer.rules[0].when.source_dtype: found 'fp32' (str): expected the name of a torch dtype; did you mean 'float32'?",
         ),
         ("transfer:\n  fallback: 'yes'\n", "FILE:2: transfer.fallback: found 'yes' (str): expected true or false"),
         ("transfer:\n  fallback: 1\n", "FILE:2: transfer.fallback: found 1 (int): expected true or false"),
@@ -200,17 +202,39 @@ def test_ways_not_to_write_a_size(yaml_file, written, hint):
         ),
         (
             "transfer:\n  accelerator: gpu\n",
-            "FILE:2: transfer.accelerator: found 'gpu' (str): unknown accelerator 'gpu'.",
+            "found 'gpu' (str): unknown accelerator 'gpu'. Did you mean 'cuda'?",
         ),
         (
             "transfer:\n  strategy: pageable\n  fallback: true\n  strategy: pageable\n",
-            "FILE:4: transfer.strategy: this key stands on line 2 already",
+            "FILE:4: transfer.strategy: duplicate key; first on line 2",
         ),
-        ("transfer: {}\ntransfer: {}\n", "FILE:2: transfer: this key stands on line 1 already"),
+        ("transfer: {}\ntransfer: {}\n", "FILE:2: transfer: duplicate key; first on line 1"),
         (
             "transfer:\n  pinned_staged:\n    buffers: 2\n    buffers: 2\n",
-            "FILE:4: transfer.pinned_staged.buffers: this key",
+            "FILE:4: transfer.pinned_staged.buffers: duplicate key",
         ),
+        (
+            "transfer:\n  rules:\n  - when: {smaller_than: }\n    use: pageable\n",
+            "FILE:3: transfer.rules[0].when.smaller_than: found nothing: expected a size in bytes",
+        ),
+        (
+            "transfer:\n  rules:\n  - {when: {smaller_than: 1MiB, at_least: 1MiB}, use: pageable}\n",
+            "FILE:3: transfer.rules[0].when: found {'smaller_than': '1MiB', 'at_least': '1MiB'} (dict): no copy is both",
+        ),
+        (
+            "transfer:\n  rules:\n  - {when: {strategy: pageable}, use: pageable}\n",
+            "It belongs at the top of the configuration.",
+        ),
+        (
+            "transfer:\n  strategy: 2001-13-45\n",
+            "FILE:2: this is not YAML: '2001-13-45' cannot be read as what it looks like",
+        ),
+        ("transfer:\n  pinned_staged: {buffers: 0x_}\n", "FILE:2: this is not YAML: '0x_' cannot be read"),
+        ("transfer:\n  fallback: !!bool maybe\n", "FILE:2: this is not YAML: 'maybe' cannot be read"),
+        ("transfer:\n  fallback: !!timestamp x\n", "FILE:2: this is not YAML: "),
+        ("transfer:\n  fallback: !!int abc\n", "FILE:2: this is not YAML: "),
+        ("transfer:\n  fallback: " + 5000 * "[" + "\n", "this is not YAML: "),
+        ("transfer:\n  fallback: " + 5000 * "9" + "\n", "FILE:2: this is not YAML: "),
         ("transfer:\n\tstrategy: pageable\n", "FILE:2: this is not YAML: "),
         ("transfer: {\n", "this is not YAML: "),
         ("transfer: {}\n---\ntransfer: {}\n", "FILE:2: this is not YAML: "),
@@ -265,8 +289,9 @@ def test_files_that_cannot_be_read(tmp_path):
         load_config(tmp_path)
     assert isinstance(caught.value, OSError)
     (tmp_path / "latin.yaml").write_bytes(b"transfer: {strategy: \xe9}\n")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        load_config(tmp_path / "latin.yaml")
+    for path in (tmp_path / "latin.yaml", "~nosuchuser/h2d.yaml", "nul\0.yaml"):
+        with pytest.raises(ConfigFileError, match="cannot be read"):
+            load_config(path)
 
 
 def test_a_home_directory_is_expanded(tmp_path, monkeypatch):
@@ -280,6 +305,11 @@ def test_a_mapping_is_the_content_of_the_section():
     assert TransferPolicy({}).config == TransferConfig()
     with pytest.raises(ConfigError, match="7: keys must be text"):
         build_transfer({7: 2})
+    with pytest.raises(ConfigError, match=r"fallback: found a very long number \(int\): expected true or false"):
+        build_transfer({"fallback": 10**5000})
+    for name in ("cls", "self"):
+        with pytest.raises(ConfigError, match=f"unknown key '{name}'"):
+            TransferConfig(**{name: 1})
     with pytest.raises(ConfigError, match="a mapping is the content of that section: leave 'transfer' out"):
         build_transfer({"transfer": {"strategy": "pageable"}})
     with pytest.raises(ConfigError, match=r"^pinned_staged\.buffers: found 'x'"):
@@ -320,8 +350,36 @@ def test_configurations_are_frozen_and_pickle():
         PinnedStagedConfig(buffer=7)
 
 
+def test_aliases_within_aliases_are_read_in_no_time(yaml_file):
+    levels = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    levels += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 12)]
+    assert "unknown key 'a11'" in complaint(yaml_file("\n".join(levels)))
+
+
+def test_sizes_are_exact(yaml_file):
+    path = yaml_file("transfer: {rules: [{when: {smaller_than: 9007199254740993B}, use: pageable}]}")
+    assert load_config(path).rules[0].when.smaller_than == 9_007_199_254_740_993
+
+
+def test_a_plug_in_that_does_not_load_hides_no_mistake(tmp_path, monkeypatch):
+    info = tmp_path / "broken-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[transfer.strategies]\nbroken = no_such_module:Broken\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match="Did you mean 'strategy'"):
+        build_transfer({"strateg": "pageable"})
+
+
 class MineConfig(StrategyConfig):
     flavour: str = "plain"
+
+    @field_validator("flavour")
+    @classmethod
+    def _edible(cls, value):
+        if value == "soap":
+            raise PydanticCustomError("acme", "{what} is no flavour", {"what": value})
+        return value
 
 
 class Mine(PageableTransfer):
@@ -341,6 +399,9 @@ def test_a_registered_strategy_owns_a_section(yaml_file):
     assert config.section("mine") == MineConfig(flavour="spicy")
     assert pickle.loads(pickle.dumps(config)) == config
     message = complaint(yaml_file("transfer:\n  mine: {flavor: spicy}\n"))
+    assert "FILE:2: transfer.mine.flavour: found 'soap' (str): soap is no flavour" in complaint(
+        yaml_file("transfer:\n  mine: {flavour: soap}\n")
+    )
     assert "transfer.mine.flavor: unknown key 'flavor'. Did you mean 'flavour'? Allowed here: flavour." in message
 
 

@@ -1,5 +1,6 @@
 """What ``pinned_staged`` does with its buffers, seen from the accelerator."""
 
+import contextlib
 import subprocess
 import sys
 import threading
@@ -223,6 +224,68 @@ def test_events_are_made_and_recorded_without_arguments(simulated):
         destination = simulated.device_empty(10, dtype=torch.bfloat16)
         transfer.copy(destination, torch.arange(10.0))
     assert destination.tolist() == list(range(10))
+
+
+def test_pinned_bytes_can_be_asked_for_while_threads_submit_and_close(simulated):
+    transfer = PinnedStagedTransfer(accelerator=simulated, chunk_elements=16)
+    stop, wrong = threading.Event(), []
+
+    def work(dtype):
+        try:
+            while not stop.is_set():
+                transfer.copy(simulated.device_empty(40, dtype=dtype), torch.ones(40))
+                transfer.close()
+        except Exception as error:  # noqa: BLE001 - a thread's error must reach the test
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(dtype,), daemon=True) for dtype in (torch.bfloat16, torch.float32)]
+    for thread in threads:
+        thread.start()
+    asked = [transfer.pinned_bytes for _ in range(20_000)]
+    stop.set()
+    for thread in threads:
+        thread.join(30)
+    assert not wrong
+    # Up to two buffers of 16 elements for each dtype: of 32 bytes in bf16, of 64 in fp32.
+    assert set(asked) <= {32 * halves + 64 * singles for halves in range(3) for singles in range(3)}
+    transfer.close()
+    assert simulated.pinned_bytes == 0
+
+
+def test_another_dtypes_ring_survives_a_refusal(simulated):
+    transfer = PinnedStagedTransfer(accelerator=simulated, chunk_elements=3)
+    for dtype in (torch.bfloat16, torch.float32):
+        destination = simulated.device_empty(10, dtype=dtype)
+        simulated.pin_limit_bytes = 12
+        with pytest.warns(FallbackWarning) if dtype is torch.float32 else contextlib.nullcontext():
+            transfer.copy(destination, torch.arange(10.0))
+        assert destination.tolist() == list(range(10))
+        assert transfer.pinned_bytes == 12
+    transfer.close()
+
+
+def test_a_refusal_belongs_to_the_accelerator_that_refused():
+    import accelerators
+
+    transfer = PinnedStagedTransfer(chunk_elements=3)
+    try:
+        for options, pinned in (({"events": False}, 0), ({}, 12)):
+            simulated = SimulatedAccelerator(**options)
+            accelerators.set_accelerator(simulated)
+            with contextlib.nullcontext() if pinned else pytest.warns(FallbackWarning):
+                transfer.copy(simulated.device_empty(10, dtype=torch.bfloat16), torch.arange(10.0))
+            assert transfer.pinned_bytes == pinned
+        transfer.close()
+    finally:
+        accelerators.set_accelerator(None)
+
+
+def test_a_warning_points_at_the_callers_line():
+    bare = SimulatedAccelerator(events=False)
+    for transfer in (PinnedStagedTransfer(accelerator=bare), build_transfer({"strategy": "pinned_staged"}, bare)):
+        with pytest.warns(FallbackWarning) as caught:
+            transfer.copy(bare.device_empty(4, dtype=torch.bfloat16), torch.zeros(4))
+        assert caught[0].filename == __file__
 
 
 def test_two_strategies_in_two_threads(simulated):

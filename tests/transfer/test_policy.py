@@ -48,7 +48,7 @@ def test_small_copies_are_pageable(simulated, numel, strategy):
     decision = TransferPolicy({}, simulated).select(*pair(simulated, numel))
     assert decision.strategy == strategy
     if strategy == "pageable":
-        assert decision.reason == "1048574 bytes are too few for staging to pay; it starts at 1048576."
+        assert decision.reason == "1048574 bytes are too few for staging to pay off (1048576 would be enough)."
 
 
 def test_what_an_accelerator_lacks_is_the_reason():
@@ -82,9 +82,9 @@ def test_rules_come_first_and_in_order(simulated):
         ],
     }
     policy = TransferPolicy(config, simulated)
-    assert policy.select(*pair(simulated, 100)) == Decision("pageable", "Rule 0 matches: smaller_than: 1024.")
+    assert policy.select(*pair(simulated, 100)) == Decision("pageable", "rules[0] matches (smaller_than: 1024 bytes).")
     assert policy.select(*pair(simulated, dtype=torch.float16)).reason == (
-        "Rule 1 matches: at_least: 1048576, destination_dtype: float16."
+        "rules[1] matches (at_least: 1048576 bytes, destination_dtype: float16)."
     )
     assert policy.select(*pair(simulated, 1000)) == Decision(
         "pinned_staged", "The configuration says `strategy: pinned_staged`."
@@ -147,15 +147,37 @@ def test_an_accelerator_that_is_not_there_is_one_clear_error(simulated):
     assert isinstance(caught.value, TransferError)
 
 
+@pytest.mark.parametrize("wrong", [object(), 7, SimulatedAccelerator])
+def test_what_is_no_accelerator_is_refused_at_the_first_copy(wrong):
+    for transfer in (PageableTransfer(accelerator=wrong), build_transfer({}, wrong)):
+        with pytest.raises(TransferError, match="the accelerator given is"):
+            transfer.copy(torch.zeros(2), torch.ones(2))
+
+
+def test_deepspeed_failing_to_choose_is_one_of_our_errors(monkeypatch):
+    import deepspeed.accelerator
+
+    def refuse():
+        raise ValueError("DS_ACCELERATOR must be one of ...")
+
+    monkeypatch.setattr(deepspeed.accelerator, "get_accelerator", refuse)
+    with pytest.raises(TransferError, match="DeepSpeed cannot choose an accelerator here: DS_ACCELERATOR must be"):
+        build_transfer({}).copy(torch.zeros(2), torch.ones(2))
+
+
 def test_errors_of_accelerators_reach_the_caller_as_transfer_errors():
     def broken():
         raise OSError("no driver")
 
     accelerators.register_accelerator("broken", broken)
     try:
-        with pytest.raises(TransferError, match="'broken'.*no driver") as caught:
-            build_transfer({"accelerator": "broken"}).copy(torch.zeros(2), torch.ones(2))
-        assert isinstance(caught.value.__cause__, accelerators.AcceleratorError)
+        for use in (
+            lambda *tensors: build_transfer({"accelerator": "broken"}).copy(*tensors),
+            lambda *tensors: TransferPolicy({"accelerator": "broken"}).select(*tensors),
+        ):
+            with pytest.raises(TransferError, match="'broken'.*no driver") as caught:
+                use(torch.zeros(2), torch.ones(2))
+            assert isinstance(caught.value.__cause__, accelerators.AcceleratorError)
     finally:
         accelerators.unregister_accelerator("broken")
 
@@ -245,3 +267,8 @@ def test_decisions_are_logged_once(simulated, caplog):
             transfer.copy(*pair(simulated, 4))
             transfer.copy(*pair(simulated))
     assert [record.getMessage().split(":")[0] for record in caplog.records] == ["pageable", "pinned_staged"]
+    with build_transfer({"rules": [{"when": {"smaller_than": 100}, "use": "pageable"}]}, simulated) as transfer:
+        transfer.copy(*pair(simulated, 4))
+        transfer.copy(*pair(simulated, 400))
+    assert "rules[0]" in caplog.records[-2].getMessage()
+    assert "too few" in caplog.records[-1].getMessage()

@@ -91,8 +91,14 @@ def test_a_transfer_made_before_a_fork_and_first_used_after_it_works_in_both():
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_fork_while_another_thread_is_in_submit_does_not_hang():
-    done = run("""
+@pytest.mark.parametrize("routed", [False, True])
+def test_a_fork_while_another_thread_is_in_submit_does_not_hang(routed):
+    build = (
+        'transfer = build_transfer({"strategy": "pinned_staged", "pinned_staged": {"chunk_elements": 3}}, simulated)'
+    )
+    done = run(
+        (build if routed else "")
+        + textwrap.dedent("""
         import threading
         inside, leave = threading.Event(), threading.Event()
         original = simulated.enqueue_copy
@@ -117,6 +123,7 @@ def test_a_fork_while_another_thread_is_in_submit_does_not_hang():
         thread.join(30)
         assert destination.tolist() == list(range(10))
     """)
+    )
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -22,6 +22,7 @@ from transfer import (
     TransferError,
     build_transfer,
     zero3,
+    zero3_hooks,
 )
 
 COPY_BACK = "_reassign_or_swap_out_partitioned_parameters"
@@ -253,10 +254,9 @@ class ZeroTwo:
 
 @pytest.mark.parametrize("engine", [ZeroTwo(), engine_of(ZeroTwo()), None, torch.nn.Linear(1, 1)])
 def test_what_does_not_run_zero3_is_refused(engine):
-    with pytest.raises(AttachError, match="does not run ZeRO-3"):
+    with pytest.raises(AttachError, match="is not a DeepSpeed 0.16 to 0.19 ZeRO-3 engine"):
         zero3.attach(engine)
-    with pytest.raises(TypeError):
-        zero3.detach(engine)
+    zero3.detach(engine)
 
 
 def test_framework_wrappers_are_looked_through(simulated):
@@ -289,6 +289,81 @@ def test_somebody_elses_wrapper_on_top_stays_and_ours_passes_on(simulated, monke
     assert copy_backs(spy) == [0.0], "once, not once for each layer"
     Stage3._reassign_or_swap_out_partitioned_parameters = ours
     zero3.detach(optimizer)
+
+
+def test_a_patch_of_somebody_else_that_is_undone_does_not_lose_ours(simulated, monkeypatch):
+    optimizer, spy = Stage3(simulated), Spy(simulated)
+    with monkeypatch.context() as patched:
+        patched.setattr(Stage3, COPY_BACK, lambda self, sub_group_id: None)
+        zero3.attach(optimizer, spy)
+    zero3.attach(optimizer, spy)
+    optimizer._reassign_or_swap_out_partitioned_parameters(0)
+    assert copy_backs(spy) == [0.0]
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_a_subclass_keeps_its_own_code_around_deepspeeds(simulated):
+    class Logging(Stage3):
+        def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id):
+            self.calls.append(("logging", sub_group_id))
+            super()._reassign_or_swap_out_partitioned_parameters(sub_group_id)
+
+    optimizer, spy = Logging(simulated), Spy(simulated)
+    zero3.attach(optimizer, spy)
+    optimizer._reassign_or_swap_out_partitioned_parameters(0)
+    assert optimizer.calls == [("logging", 0), ("unflatten", 0)]
+    assert copy_backs(spy) == [0.0]
+
+
+def test_a_failing_prepare_attaches_nothing(simulated):
+    class Refuses(Spy):
+        def prepare(self, source):
+            raise MemoryError("cannot page-lock")
+
+    optimizer = Stage3(simulated)
+    with pytest.raises(MemoryError):
+        zero3.attach(optimizer, Refuses(simulated))
+    optimizer._reassign_or_swap_out_partitioned_parameters(0)
+    assert optimizer.calls == [("deepspeed", 0)]
+
+
+def test_an_accelerator_that_is_not_there_attaches_nothing(simulated):
+    optimizer = Stage3(simulated)
+    simulated.unavailable_reason = lambda: "No Acme card was found."
+    with pytest.raises(TransferError, match="No Acme card"):
+        zero3.attach(optimizer, build_transfer({}, simulated))
+    optimizer._reassign_or_swap_out_partitioned_parameters(0)
+    assert optimizer.calls == [("deepspeed", 0)]
+
+
+def test_an_engine_without_anything_to_copy_is_told_of(simulated, caplog):
+    optimizer = Stage3(simulated)
+    optimizer.offload_param = True
+    zero3.attach(optimizer, Spy(simulated))
+    assert "none of the 2 sub-groups of this ZeRO-3 engine has its master partition on the host" in caplog.text
+
+
+@pytest.mark.usefixtures("stand_ins", "engine")
+def test_uninstall_goes_on_after_a_close_that_fails(simulated, monkeypatch):
+    zero3.install({"strategy": "pageable"})
+    engines = [Engine(simulated) for _ in range(3)]
+    failed = zero3._attachments[engines[1].optimizer].transfer
+    monkeypatch.setattr(failed, "close", lambda: (_ for _ in ()).throw(RuntimeError("lost device")))
+    with pytest.raises(RuntimeError, match="lost device"):
+        zero3.uninstall()
+    for made in engines:
+        made.optimizer._reassign_or_swap_out_partitioned_parameters(0)
+        assert made.optimizer.calls == [("deepspeed", 0)]
+    assert not zero3_hooks.active
+
+
+def test_a_mistake_in_the_environments_file_is_found_by_install(tmp_path, monkeypatch):
+    path = tmp_path / "h2d.yaml"
+    path.write_text("transfer: {strategi: pageable}")
+    monkeypatch.setenv("H2D_CONFIG", str(path))
+    with pytest.raises(ConfigError, match="unknown key 'strategi'"):
+        zero3.install()
+    assert zero3._installed is None
 
 
 # Where the configuration comes from.
@@ -351,6 +426,8 @@ def test_the_section_may_be_a_path(simulated, engine, tmp_path):
         ({"host_to_device_transfer": {"strategy": "auto"}}, "Leave the key out for the default"),
         ({"host_to_device_tranfer": {}}, "host_to_device_tranfer: .* did you mean 'host_to_device_transfer'"),
         ({"host_to_device_transfers": {}}, "did you mean 'host_to_device_transfer'"),
+        ({"h2d": {}}, "did you mean 'host_to_device_transfer'"),
+        ({"transfer": {}}, "did you mean 'host_to_device_transfer'"),
     ],
 )
 def test_mistakes_in_the_deepspeed_config_leave_the_engine_alone(simulated, engine, deepspeed_config, message):
@@ -365,7 +442,7 @@ def test_a_refused_install_installs_nothing():
     with pytest.raises(ConfigError):
         zero3.install({"strategy": "no such thing"})
     assert zero3._installed is None
-    assert not zero3._hooks
+    assert not zero3_hooks.active
 
 
 def test_install_hooks_deepspeeds_classes_and_uninstall_restores_them():
@@ -414,7 +491,7 @@ def stand_ins(monkeypatch):
     import deepspeed.runtime.engine
 
     monkeypatch.setattr(deepspeed.runtime.engine, "DeepSpeedEngine", Engine)
-    monkeypatch.setattr(zero3, "_zero3_classes", lambda: [Stage3, SuperOffload])
+    monkeypatch.setattr(zero3_hooks, "zero3_classes", lambda: [Stage3, SuperOffload])
 
 
 @pytest.mark.usefixtures("stand_ins", "engine")

@@ -16,7 +16,7 @@ import torch
 
 import accelerators
 from accelerators.simulated import SimulatedAccelerator
-from transfer import PinnedStagedTransfer, build_transfer, zero3
+from transfer import PinnedStagedTransfer, build_transfer, zero3, zero3_hooks
 
 STEPS = 3
 WIDTH = 128
@@ -127,7 +127,7 @@ def train(spec, run, simulated, rank):
     }
     if how == "install":
         zero3.uninstall()
-    result["hooks_left"] = len(zero3._hooks)
+    result["hooks_left"] = len(zero3_hooks.active)
     return result
 
 

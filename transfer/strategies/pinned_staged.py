@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-import warnings
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -13,19 +13,22 @@ from torch import Tensor
 
 from accelerators import Accelerator, AcceleratorError
 
+from ..accelerator_choice import accelerator_errors
 from ..chunks import paired_chunks
+from ..config_fields import BufferCount, Elements
 from ..errors import FallbackWarning, PinnedMemoryWarning, StrategyUnavailableError
 from ..in_flight import EventCopy, InFlightCopy
 from ..interface import HostToDeviceTransfer
-from ..sizes import BufferCount, Elements
 from ..strategy_config import StrategyConfig
+from ..warn import warn_caller
 from .pageable import PageableTransfer
 from .staging import StagingRing
 
 #: What pinning may raise when it is refused: torch's errors, the system's, and a vendor's.
 _REFUSALS = (RuntimeError, MemoryError, OSError, AcceleratorError)
 
-_Rings = dict[tuple[torch.device, torch.dtype], StagingRing]
+#: A ring for each accelerator (by identity; the ring keeps it alive), device and dtype.
+_Rings = dict[tuple[int, torch.device, torch.dtype], StagingRing]
 
 
 class PinnedStagedConfig(StrategyConfig):
@@ -34,7 +37,7 @@ class PinnedStagedConfig(StrategyConfig):
     Attributes:
         chunk_elements: Elements in each staging buffer. A power of two wastes no memory where the
             accelerator rounds pinned memory up to one.
-        buffers: Staging buffers in the ring.
+        buffers: Staging buffers in the ring. With two, one is filled while the other is copied from.
     """
 
     chunk_elements: Elements = 2**24
@@ -54,7 +57,8 @@ class PinnedStagedTransfer(HostToDeviceTransfer):
     Pins ``Config.pinned_bytes(dtype)`` for each dtype and device of the destinations it has seen,
     at the first copy to them. Source access: during ``submit``. ``submit`` blocks while the host
     casts and for buffers in use; the last ``buffers`` chunks are in flight when it returns. Copies
-    that do not cross from the host to the device take the ``pageable`` way. Threads take turns.
+    that do not cross from the host to the device use ``pageable``. Threads take turns; a submit from
+    inside another one of the same thread (a signal handler, a finalizer) uses ``pageable``.
 
     Where pinning is refused, or the accelerator has no events or nothing to pin, ``pageable`` stands in
     for the rest of this object's life after one ``FallbackWarning``; with ``fallback=False`` each
@@ -76,31 +80,45 @@ class PinnedStagedTransfer(HostToDeviceTransfer):
         self._pageable = PageableTransfer(accelerator=accelerator)
         self._lock = threading.RLock()
         self._rings: _Rings = {}
-        self._refusal: str | None = None
+        self._busy = False  # a submit is under way in the thread that holds the lock
+        self._refused_by: Accelerator | None = None
+        self._refusal = ""
         # Runs when this object is dropped, and at exit while the accelerator still works.
-        weakref.finalize(self, _close_rings, self._rings)
+        weakref.finalize(self, _close_all, self._rings)
 
     @property
     def pinned_bytes(self) -> int:
-        return sum(ring.pinned_bytes for ring in self._rings.values())
+        return sum(ring.pinned_bytes for ring in tuple(self._rings.values()))
 
     def close(self) -> None:
         if self._is_forked:  # another thread of the parent may have held the lock
             return
         with self._lock:
-            _close_rings(self._rings)
+            for ring in self._rings.values():
+                ring.closing = True
+            if not self._busy:  # else the submit that is under way closes when it is done
+                with accelerator_errors():
+                    _close_marked(self._rings)
 
     def _submit(self, destination: Tensor, source: Tensor) -> InFlightCopy:
-        if not self.is_host_to_device(destination, source):
+        accelerator = self.accelerator
+        if not (accelerator.on_device(destination) and accelerator.on_host(source)):
             return self._pageable._submit(destination, source)
         with self._lock:
-            ring = self._ring(destination)
-            if ring is None:
+            if self._busy:
                 return self._pageable._submit(destination, source)
-            return self._stage(ring, destination, source)
+            self._busy = True
+            try:
+                ring = self._ring(accelerator, destination)
+                if ring is None:
+                    return self._pageable._submit(destination, source)
+                return self._stage(accelerator, ring, destination, source)
+            finally:
+                self._busy = False
+                with contextlib.suppress(Exception):  # what stays pinned, the next close tries again
+                    _close_marked(self._rings)
 
-    def _stage(self, ring: StagingRing, destination: Tensor, source: Tensor) -> InFlightCopy:
-        accelerator = self.accelerator
+    def _stage(self, accelerator: Accelerator, ring: StagingRing, destination: Tensor, source: Tensor) -> InFlightCopy:
         event: Any = None
         # Entering the stream makes the destination's device current, so that events belong to it.
         stream = accelerator.current_stream(destination.device.index)
@@ -115,69 +133,81 @@ class PinnedStagedTransfer(HostToDeviceTransfer):
                 buffer.guard(event)
         return EventCopy(event, destination)
 
-    def _ring(self, destination: Tensor) -> StagingRing | None:
+    def _ring(self, accelerator: Accelerator, destination: Tensor) -> StagingRing | None:
         """The ring for this destination, or None where ``pageable`` stands in."""
-        key = (destination.device, destination.dtype)
-        if key in self._rings:
-            return self._rings[key]
-        accelerator = self.accelerator
-        if self._refusal is None:
-            wanted = self.config.pinned_bytes(destination.dtype)
-            what = (
-                f"pinned_staged needs {wanted} bytes of pinned memory on {accelerator.name} "
-                f"({self.config.buffers} buffers of {self.config.chunk_elements} {destination.dtype} elements)"
-            )
-            obstacle = accelerator.capabilities.why_not("events", "pins_host_memory")
-            if obstacle is not None:
-                self._refuse(f"{what}: {obstacle} Choose `strategy: pageable` to say so.", None)
-                return None
-            try:
-                ring = StagingRing(
-                    accelerator,
-                    destination.dtype,
-                    self.config.chunk_elements,
-                    self.config.buffers,
-                    destination.device.index,
-                )
-            except _REFUSALS as error:
-                self._refuse(
-                    f"{what}, and pinning them failed: {error}. Raise the limit on locked memory (`ulimit -l`, or the "
-                    "container's memlock setting), or lower `pinned_staged.chunk_elements`.",
-                    error,
-                )
-                return None
-            self._rings[key] = ring
-            self._warn_of_rounding(destination.dtype)
+        key = (id(accelerator), destination.device, destination.dtype)
+        ring = self._rings.get(key)
+        if ring is not None and not ring.closing:
             return ring
-        if not self.fallback:
-            raise StrategyUnavailableError(self._refusal)
-        return None
+        _close_marked(self._rings)  # where an earlier close was interrupted
+        if self._refused_by is accelerator:
+            self._require_fallback()
+            return None
+        obstacle = accelerator.capabilities.why_not("events", "pins_host_memory")
+        if obstacle is not None:
+            self._refuse(accelerator, destination.dtype, obstacle, None)
+            return None
+        ring = StagingRing(accelerator, destination.dtype, self.config.chunk_elements, destination.device.index)
+        self._rings[key] = ring
+        try:
+            ring.pin(self.config.buffers)
+        except BaseException as error:
+            ring.closing = True
+            with contextlib.suppress(Exception):  # as above
+                _close_marked(self._rings)
+            if isinstance(error, _REFUSALS):
+                self._refuse(accelerator, destination.dtype, f"Pinning them failed: {error}.", error)
+                return None
+            raise
+        self._warn_of_rounding(accelerator, destination.dtype)
+        return ring
 
-    def _refuse(self, reason: str, cause: BaseException | None) -> None:
-        self._refusal = reason
-        if not self.fallback:
-            raise StrategyUnavailableError(reason) from cause
-        warnings.warn(
-            f"{reason} Until then `pageable` stands in, several times slower; `fallback: false` makes this an error.",
+    def _refuse(self, accelerator: Accelerator, dtype: torch.dtype, reason: str, cause: BaseException | None) -> None:
+        """Remembers why nothing can be staged here; warns, or raises where there is no fallback."""
+        remedy = (
+            "Allow this process more locked memory (`ulimit -l`, or the container's memlock setting) or lower "
+            "`pinned_staged.chunk_elements`."
+            if cause is not None
+            else "Choose `strategy: pageable` to avoid this message."
+        )
+        self._refused_by = accelerator
+        self._refusal = (
+            f"pinned_staged needs {self.config.pinned_bytes(dtype)} bytes of pinned memory on {accelerator.name} "
+            f"({self.config.buffers} buffers of {self.config.chunk_elements} {dtype} elements). {reason} {remedy}"
+        )
+        self._require_fallback(cause)
+        warn_caller(
+            f"{self._refusal} This transfer now uses `pageable`, several times slower unless the accelerator is the "
+            "host itself; `fallback: false` makes this an error.",
             FallbackWarning,
-            stacklevel=2,
         )
 
-    def _warn_of_rounding(self, dtype: torch.dtype) -> None:
+    def _require_fallback(self, cause: BaseException | None = None) -> None:
+        if not self.fallback:
+            raise StrategyUnavailableError(self._refusal) from cause
+
+    def _warn_of_rounding(self, accelerator: Accelerator, dtype: torch.dtype) -> None:
         wanted = self.config.chunk_elements * dtype.itemsize
         taken = 1 << (wanted - 1).bit_length()
-        if self.accelerator.capabilities.pin_rounds_to_power_of_two and taken - wanted > 2**20:
-            warnings.warn(
+        if accelerator.capabilities.pin_rounds_to_power_of_two and taken - wanted > 2**20:
+            warn_caller(
                 f"each staging buffer of {wanted} bytes really takes {taken}, because pinned memory is rounded up to "
                 f"a power of two here: set `pinned_staged.chunk_elements` to {taken // dtype.itemsize} or "
                 f"{taken // dtype.itemsize // 2}",
                 PinnedMemoryWarning,
-                stacklevel=2,
             )
 
 
-def _close_rings(rings: _Rings) -> None:
-    while rings:
-        key = next(iter(rings))
-        rings[key].close()
-        del rings[key]
+def _close_marked(rings: _Rings) -> None:
+    """Closes and forgets every ring that is marked for it."""
+    for key, ring in list(rings.items()):
+        if ring.closing:
+            ring.close()
+            if not ring.pinned_bytes:  # else it is the memory of the process that forked this one
+                rings.pop(key, None)
+
+
+def _close_all(rings: _Rings) -> None:
+    for ring in rings.values():
+        ring.closing = True
+    _close_marked(rings)

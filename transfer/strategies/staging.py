@@ -36,46 +36,49 @@ class StagingBuffer:
 
 
 class StagingRing:
-    """Buffers of equal size that are used in turn.
+    """Buffers of equal size that are used in turn. Made empty; ``pin`` fills it, ``close`` empties it.
 
-    Not thread-safe: its owner holds a lock around ``session`` and ``close``.
+    Not thread-safe: its owner holds a lock around every method.
 
     Args:
         accelerator: Pins the memory.
         dtype: What the buffers hold.
         chunk_elements: Elements in each buffer.
-        buffers: How many there are; with two, one is filled while the other is copied from.
         device_index: The device that copies out of the ring go to.
-
-    Raises:
-        RuntimeError: or what the accelerator raises, when memory cannot be pinned. No byte stays
-            pinned then.
     """
 
     def __init__(
-        self, accelerator: Accelerator, dtype: torch.dtype, chunk_elements: int, buffers: int, device_index: int | None
+        self, accelerator: Accelerator, dtype: torch.dtype, chunk_elements: int, device_index: int | None
     ) -> None:
         self._accelerator = accelerator
+        self._dtype = dtype
+        self._chunk_elements = chunk_elements
         self._device_index = device_index
         self._buffers: list[StagingBuffer] = []
         self._next = 0
         self._unsettled = False
         self._process = os.getpid()
-        try:
-            # Outside inference mode: a buffer made in it could not be written outside it later.
-            with torch.inference_mode(False):
-                for _ in range(buffers):
-                    memory = accelerator.pin_empty(chunk_elements, dtype=dtype)
-                    self._buffers.append(StagingBuffer(memory))
-                    if not accelerator.is_pinned(memory):
-                        raise RuntimeError(f"{accelerator.name}.pin_empty returned memory that is not pinned")
-        except BaseException:
-            self._unpin()
-            raise
+        #: Whether the ring is to be closed: it is not used any more, and ``close`` may be called again.
+        self.closing = False
 
     @property
     def pinned_bytes(self) -> int:
-        return sum(buffer.memory.nbytes for buffer in self._buffers)
+        return sum(buffer.memory.nbytes for buffer in tuple(self._buffers))
+
+    def pin(self, buffers: int) -> None:
+        """Pins the buffers.
+
+        Raises:
+            RuntimeError: or what the accelerator raises, when memory cannot be pinned. What was
+                pinned before that is given back by ``close``.
+        """
+        # Outside inference mode: a buffer made in it could not be written outside it later.
+        with torch.inference_mode(False):
+            for _ in range(buffers):
+                memory = self._accelerator.pin_empty(self._chunk_elements, dtype=self._dtype)
+                self._buffers.append(StagingBuffer(memory))
+                if not self._accelerator.is_pinned(memory):
+                    raise RuntimeError(f"{self._accelerator.name}.pin_empty returned memory that is not pinned")
 
     @contextmanager
     def session(self) -> Iterator[None]:
@@ -103,10 +106,13 @@ class StagingRing:
         """
         if os.getpid() != self._process:
             return
+        self.closing = True
         self._settle()
         for buffer in self._buffers:
             buffer.reclaim()
-        self._unpin()
+        while self._buffers:
+            self._accelerator.unpin_memory(self._buffers[-1].memory)
+            self._buffers.pop()
 
     def _settle(self) -> None:
         if self._unsettled:
@@ -114,8 +120,3 @@ class StagingRing:
             for buffer in self._buffers:
                 buffer.forget_guard()
             self._unsettled = False
-
-    def _unpin(self) -> None:
-        while self._buffers:
-            self._accelerator.unpin_memory(self._buffers[-1].memory)
-            self._buffers.pop()

@@ -15,8 +15,6 @@ The suite prepares destinations and reads results without the strategy under tes
 
 from __future__ import annotations
 
-import pytest
-
 from ._hooks import from_bits, random_bits
 from .failures import CleanFailures
 from .lifetimes import Lifetimes
@@ -26,12 +24,12 @@ from .same_bits import SameBits
 from .streams import Ordering
 
 
-@pytest.mark.filterwarnings("ignore::transfer.FallbackWarning")
 class TransferConformance(SameBits, WritesNothingElse, Refuses, Lifetimes, CleanFailures, Ordering):
     """The whole contract of a strategy. Subclass it, give the hooks, and pytest runs it.
 
     Hooks: ``accelerator_name`` or ``make_accelerator``, and ``make_transfer``. Make the transfer with
-    chunks of a few hundred elements, so that its buffers refill often in the tests here.
+    chunks of a few hundred elements, so that its buffers refill often in the tests here. A
+    ``FallbackWarning`` fails a test, unless the accelerator lacks events or pinning.
     """
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 from accelerators import Accelerator
 from accelerators.testing import accelerator_or_skip
 
+from ..errors import FallbackWarning
 from ..interface import HostToDeviceTransfer
 
 #: What destinations hold before a copy, to see where it wrote.
@@ -47,6 +49,13 @@ class Hooks:
     @pytest.fixture
     def accelerator(self, pytestconfig: pytest.Config) -> Accelerator:
         return self.make_accelerator(pytestconfig)
+
+    @pytest.fixture(autouse=True)
+    def _no_stand_in(self, accelerator: Accelerator) -> None:
+        """A strategy that gives up where it could run would pass as ``pageable``: that is an error."""
+        lacks = accelerator.capabilities.why_not("events", "pins_host_memory") is not None
+        # pytest takes this back at the end of each test.
+        warnings.filterwarnings("ignore" if lacks else "error", category=FallbackWarning)
 
     @pytest.fixture
     def transfer(self, accelerator: Accelerator) -> Iterator[HostToDeviceTransfer]:

@@ -31,6 +31,8 @@ class Refuses(Hooks):
             (torch.zeros(6, dtype=torch.int32), UnsupportedDtypeError),
             (torch.zeros(6, dtype=torch.complex64), UnsupportedDtypeError),
             (torch.zeros(6, dtype=torch.bool), UnsupportedDtypeError),
+            (torch.nested.nested_tensor([torch.zeros(3), torch.zeros(3)], layout=torch.jagged), InvalidTensorError),
+            (torch.nn.parameter.UninitializedParameter(), InvalidTensorError),
             (None, NotATensorError),
             ([0.0] * 6, NotATensorError),
         ]
@@ -68,6 +70,12 @@ class Refuses(Hooks):
         assert fetch(accelerator, memory).tolist() == list(range(12))
         transfer.copy(memory[::2], memory[1::2])
         assert fetch(accelerator, memory).tolist() == [1, 1, 3, 3, 5, 5, 7, 7, 9, 9, 11, 11]
+        memory.copy_(torch.arange(12.0))
+        transfer.copy(memory.view(1, 12), memory.as_strided((1, 12), (99, 1)))  # a stride that nothing uses
+        transfer.copy(memory.view(2, 6)[:, :2], memory[2:6].view(2, 2))  # side by side, one of them dense
+        assert fetch(accelerator, memory).tolist() == [2, 3, 2, 3, 4, 5, 4, 5, 8, 9, 10, 11]
+        with pytest.raises(InvalidTensorError, match="overlap"):
+            transfer.submit(memory.view(2, 6)[:, :2], memory[3:7].view(2, 2))
 
     def test_requires_grad_is_left_alone(self, accelerator: Accelerator, transfer: HostToDeviceTransfer) -> None:
         source = torch.arange(800.0, requires_grad=True)

@@ -7,6 +7,7 @@ import threading
 import torch
 
 from accelerators import Accelerator
+from accelerators.simulated import SimulatedAccelerator
 from accelerators.testing import fetch, skip_without
 
 from ..interface import HostToDeviceTransfer
@@ -47,7 +48,10 @@ class Ordering(Hooks):
         assert accelerator.Stream is not None
         consumer = accelerator.Stream()
         copy = transfer.submit(destination, torch.full((200_000,), 4.0))
+        was_done = copy.done
         copy.order_after(consumer)
+        if isinstance(accelerator, SimulatedAccelerator):
+            assert copy.done == was_done, "order_after must not make the host wait"
         with accelerator.stream(consumer):
             accelerator.enqueue_copy(seen, destination)
         consumer.synchronize()

@@ -1,8 +1,9 @@
-"""Field types of the configuration: counts of elements, sizes in bytes, dtypes, names."""
+"""Field types of configurations, for strategies of your own too: counts, sizes in bytes, dtypes, names."""
 
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 from typing import Annotated, Any
 
 import torch
@@ -23,7 +24,7 @@ _UNITS = {
     "GB": 10**9,
 }
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)")
-#: Half a million times the default: large enough for any ring, small enough to catch a slip.
+#: 64 times the default: large enough for any ring, small enough to catch a slip.
 MAX_CHUNK_ELEMENTS = 2**30
 MAX_BUFFERS = 64
 
@@ -36,7 +37,7 @@ def refuse(reason: str) -> PydanticCustomError:
 def _whole(value: Any, what: str, example: int, largest: int) -> int:
     if type(value) is not int:
         number = _as_number(value)
-        hint = f"write it out: {number}" if number is not None else f"write it as {example}"
+        hint = f"write it out: {number}" if number is not None else f"such as {example}"
         if isinstance(value, str) and _SIZE.fullmatch(value):
             hint = f"this counts {what}, not bytes, and takes no unit: {hint}"
         raise refuse(f"expected a whole number of {what}; {hint}")
@@ -78,8 +79,8 @@ def parse_size(value: Any) -> int:
         letter = unit[0].upper()
         meant = f"write {number_text}{letter}iB or {number_text}{letter}B" if letter in "KMG" else ", ".join(_UNITS)
         raise refuse(f"unknown unit {unit!r}; {meant}")
-    size = float(number_text) * _UNITS[unit]
-    if not size.is_integer():
+    size = Decimal(number_text) * _UNITS[unit]
+    if size != int(size):
         raise refuse("this is not a whole number of bytes")
     return int(size)
 
@@ -89,7 +90,9 @@ def _dtype(value: Any) -> torch.dtype:
         return value
     found = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else None
     if not isinstance(found, torch.dtype):
-        raise refuse("expected the name of a torch dtype, such as float32, bfloat16 or float16")
+        short = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}.get(str(value))
+        hint = f"; did you mean {short!r}?" if short else ", such as float32, bfloat16 or float16"
+        raise refuse(f"expected the name of a torch dtype{hint}")
     return found
 
 
@@ -109,9 +112,21 @@ def _left_out(value: Any) -> str:
     return " Leave the key out for the default." if value in ("auto", "default") else ""
 
 
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise refuse("expected true or false")
+    return value
+
+
+#: A whole number of elements, at least 1.
 Elements = Annotated[int, BeforeValidator(_elements)]
+#: A whole number of buffers, from 1 to 64.
 BufferCount = Annotated[int, BeforeValidator(_buffers)]
-SizeBytes = Annotated[int, BeforeValidator(parse_size)]
+#: A size in bytes, as a number or with a unit. None only as a default: a user must write a value.
+SizeBytes = Annotated[int | None, BeforeValidator(parse_size)]
+#: A torch dtype, by name. None only as a default.
 DtypeName = Annotated[Any, BeforeValidator(_dtype), PlainSerializer(lambda dtype: str(dtype).removeprefix("torch."))]
+#: True or false, and nothing that merely looks like it. None only as a default.
+Flag = Annotated[bool | None, BeforeValidator(_flag)]
 AcceleratorName = Annotated[str, BeforeValidator(_accelerator)]
 StrategyName = Annotated[str, BeforeValidator(_strategy)]

@@ -1,0 +1,52 @@
+"""Which accelerator a transfer or a policy works with, resolved when it is first needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from accelerators import Accelerator, AcceleratorError, get_accelerator
+from accelerators.registry import check_accelerator
+
+from .errors import AcceleratorFailedError
+
+
+class AcceleratorChoice:
+    """An accelerator that was given, or named, or that follows ``accelerators.get_accelerator()``.
+
+    Args:
+        given: An ``Accelerator``, a registered name, or None to follow. Not looked at before ``resolve``.
+    """
+
+    def __init__(self, given: Accelerator | str | None = None) -> None:
+        self.given = given
+        self._checked: Accelerator | None = None
+
+    def resolve(self) -> Accelerator:
+        """The accelerator, checked once for the protocol and for being available.
+
+        Raises:
+            AcceleratorFailedError: It is unknown, not an accelerator, or not available here.
+        """
+        if self._checked is not None and self.given is not None:
+            return self._checked
+        with accelerator_errors():
+            current = self.given if self.given is not None else get_accelerator()
+            if isinstance(current, str):
+                current = get_accelerator(current)
+            if current is not self._checked:
+                check_accelerator(current, "the accelerator given is")
+                reason = current.unavailable_reason()
+                if reason is not None:
+                    raise AcceleratorFailedError(f"cannot transfer to {current.name}: {reason}")
+                self._checked = current
+        return current
+
+
+@contextmanager
+def accelerator_errors() -> Iterator[None]:
+    """Turns errors of ``accelerators`` into ours, chained. Every other exception passes as it is."""
+    try:
+        yield
+    except AcceleratorError as error:
+        raise AcceleratorFailedError(str(error)) from error
