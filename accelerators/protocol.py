@@ -85,13 +85,16 @@ class Accelerator(Protocol):
     name: str
 
     @property
-    def capabilities(self) -> Capabilities: ...
+    def capabilities(self) -> Capabilities:
+        """What it can do, and why not the rest."""
 
     @property
-    def Event(self) -> Callable[[], Any] | None: ...
+    def Event(self) -> Callable[[], Any] | None:
+        """Makes an ``Event``, or is None."""
 
     @property
-    def Stream(self) -> Callable[[], Any] | None: ...
+    def Stream(self) -> Callable[[], Any] | None:
+        """Makes a ``Stream``, or is None."""
 
     def unavailable_reason(self) -> str | None:
         """One sentence on why this accelerator cannot be used here, or None if it can.
@@ -100,7 +103,11 @@ class Accelerator(Protocol):
         """
 
     def current_stream(self, device_index: int | None = None) -> Any:
-        """The calling thread's current stream on that device, or None without streams."""
+        """The calling thread's current stream on that device, or None without streams.
+
+        Args:
+            device_index: None: the thread's current device. So everywhere in this protocol.
+        """
 
     def stream(self, stream: Any) -> AbstractContextManager[Any]:
         """A context in which ``stream`` and its device are current; None changes nothing."""
@@ -110,6 +117,11 @@ class Accelerator(Protocol):
 
     def pin_empty(self, *size: int, dtype: torch.dtype, device: str = "cpu") -> Tensor:
         """Uninitialised host memory that the device reads directly.
+
+        Args:
+            *size: Elements in each dimension.
+            dtype: Of the elements.
+            device: Always ``"cpu"``; there because DeepSpeed's method has it.
 
         Raises:
             RuntimeError: or what the vendor raises, when the memory cannot be pinned. Nothing is
@@ -122,14 +134,26 @@ class Accelerator(Protocol):
     def unpin_memory(self, tensor: Tensor) -> bool | None:
         """Gives back what ``pin_empty`` returned, given that very tensor (a view frees nothing).
 
-        The caller has waited for every copy that uses it. None: dropping the tensor is enough.
+        The caller has waited for every copy that uses it.
+
+        Returns:
+            True: it is given back. False: it was not pinned, or is a view. None: nothing needs to
+            be done beyond dropping the tensor.
         """
 
     def register_host_memory(self, address: int, num_bytes: int) -> bool:
-        """Pins existing host memory in place; False where the accelerator cannot."""
+        """Pins ``num_bytes`` of existing host memory in place; False where the accelerator cannot.
+
+        Raises:
+            RuntimeError: or a subclass, where the memory cannot be pinned, for instance because part
+                of it is already. Nothing has changed then.
+        """
 
     def unregister_host_memory(self, address: int) -> None:
-        """Undoes ``register_host_memory``; the caller has waited for copies that use the memory."""
+        """Undoes ``register_host_memory`` at this address, which the caller knows to be registered.
+
+        The caller has waited for every copy that uses the memory.
+        """
 
     def on_host(self, tensor: Tensor) -> bool:
         """Whether the tensor lives in host memory."""

@@ -1,12 +1,6 @@
-"""attach, detach, install, uninstall and the order of configurations, on a stand-in for ZeRO-3.
+"""attach and detach, on a stand-in for ZeRO-3."""
 
-The stand-in has the attributes and methods of ``DeepSpeedZeroOptimizer_Stage3`` that the copy-back
-uses; the real one is in ``test_training.py``.
-"""
-
-import contextlib
 import gc
-import json
 import types
 import weakref
 
@@ -14,83 +8,13 @@ import pytest
 import torch
 
 from accelerators.simulated import SimulatedAccelerator
+from tests.zero3.stand_ins import COPY_BACK, Spy, Stage3, SuperOffload, copy_backs, engine_of
 from transfer import (
     AttachError,
-    ConfigError,
-    HostToDeviceTransfer,
-    PageableTransfer,
     TransferError,
     build_transfer,
     zero3,
-    zero3_hooks,
 )
-
-COPY_BACK = "_reassign_or_swap_out_partitioned_parameters"
-
-
-class Stage3:
-    offload_param = False
-
-    def __init__(self, simulated, sub_groups=2):
-        self.fp16_partitioned_groups_flat = [simulated.device_empty(8, dtype=torch.bfloat16) for _ in range(sub_groups)]
-        self.fp32_partitioned_groups_flat = [torch.arange(8.0) + index for index in range(sub_groups)]
-        self.calls = []
-
-    def _unflatten_partitioned_parameters(self, sub_group_id):
-        self.calls.append(("unflatten", sub_group_id))
-
-    def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id):
-        self.calls.append(("deepspeed", sub_group_id))
-
-    def destroy(self):
-        self.calls.append("destroy")
-
-
-class SuperOffload(Stage3):
-    """Overrides the copy-back without calling the class above, as SuperOffload does."""
-
-    def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id):
-        self.calls.append(("superoffload", sub_group_id))
-
-
-class Spy(HostToDeviceTransfer):
-    def __init__(self, simulated):
-        super().__init__(accelerator=simulated)
-        self.log = []
-
-    def prepare(self, source):
-        self.log.append(("prepare", source.tolist()[0]))
-
-    def copy(self, destination, source):
-        self.log.append(("copy", source.tolist()[0]))
-        super().copy(destination, source)
-
-    def close(self):
-        self.log.append("close")
-
-    def _submit(self, destination, source):
-        return PageableTransfer(accelerator=self.accelerator)._submit(destination, source)
-
-
-def engine_of(optimizer, **deepspeed_config):
-    return types.SimpleNamespace(optimizer=optimizer, _config=types.SimpleNamespace(_param_dict=deepspeed_config))
-
-
-def copy_backs(spy):
-    return [entry[1] for entry in spy.log if entry[0] == "copy"]
-
-
-@pytest.fixture(autouse=True)
-def _clean():
-    originals = {cls: vars(cls)[COPY_BACK] for cls in (Stage3, SuperOffload)}
-    destroy = Stage3.destroy
-    yield
-    zero3.uninstall()
-    for optimizer in list(zero3._attachments):
-        zero3.detach(optimizer)
-    for cls, original in originals.items():
-        assert vars(cls)[COPY_BACK] is original, "a method is still replaced"
-    assert Stage3.destroy is destroy
 
 
 def test_copy_backs_of_an_attached_engine_go_through_the_interface(simulated):
@@ -143,14 +67,6 @@ def test_another_transfer_replaces_the_first(simulated):
     zero3.attach(optimizer, second)
     optimizer._reassign_or_swap_out_partitioned_parameters(0)
     assert (copy_backs(first), copy_backs(second)) == ([], [0.0])
-
-
-def test_the_same_configuration_keeps_the_transfer(simulated):
-    engine = engine_of(Stage3(simulated))
-    config = {"accelerator": "simulated", "strategy": "pageable"}
-    first = zero3.attach(engine, config)
-    assert zero3.attach(engine, dict(config)) is first
-    assert zero3.attach(engine, {**config, "fallback": False}) is not first
 
 
 @pytest.mark.parametrize(
@@ -341,202 +257,6 @@ def test_an_engine_without_anything_to_copy_is_told_of(simulated, caplog):
     optimizer.offload_param = True
     zero3.attach(optimizer, Spy(simulated))
     assert "none of the 2 sub-groups of this ZeRO-3 engine has its master partition on the host" in caplog.text
-
-
-@pytest.mark.usefixtures("stand_ins", "engine")
-def test_uninstall_goes_on_after_a_close_that_fails(simulated, monkeypatch):
-    zero3.install({"strategy": "pageable"})
-    engines = [Engine(simulated) for _ in range(3)]
-    failed = zero3._attachments[engines[1].optimizer].transfer
-    monkeypatch.setattr(failed, "close", lambda: (_ for _ in ()).throw(RuntimeError("lost device")))
-    with pytest.raises(RuntimeError, match="lost device"):
-        zero3.uninstall()
-    for made in engines:
-        made.optimizer._reassign_or_swap_out_partitioned_parameters(0)
-        assert made.optimizer.calls == [("deepspeed", 0)]
-    assert not zero3_hooks.active
-
-
-def test_a_mistake_in_the_environments_file_is_found_by_install(tmp_path, monkeypatch):
-    path = tmp_path / "h2d.yaml"
-    path.write_text("transfer: {strategi: pageable}")
-    monkeypatch.setenv("H2D_CONFIG", str(path))
-    with pytest.raises(ConfigError, match="unknown key 'strategi'"):
-        zero3.install()
-    assert zero3._installed is None
-
-
-# Where the configuration comes from.
-
-
-@pytest.fixture
-def environment(tmp_path, monkeypatch):
-    path = tmp_path / "environment.yaml"
-    path.write_text("transfer: {strategy: pinned_staged, pinned_staged: {chunk_elements: 2}}")
-    monkeypatch.setenv("H2D_CONFIG", str(path))
-
-
-SECTION = {"strategy": "pinned_staged", "pinned_staged": {"chunk_elements": 3}}
-
-
-def chunk(transfer):
-    return transfer.policy.config.section("pinned_staged").chunk_elements
-
-
-@pytest.fixture
-def engine(simulated, monkeypatch):
-    import accelerators
-
-    accelerators.set_accelerator(simulated)
-    yield engine_of(Stage3(simulated), host_to_device_transfer=SECTION, zero_optimization={"stage": 3})
-    accelerators.set_accelerator(None)
-
-
-def test_the_argument_wins(engine, environment):
-    assert chunk(zero3.attach(engine, {"pinned_staged": {"chunk_elements": 1}})) == 1
-
-
-def test_then_the_environment(engine, environment, caplog):
-    assert chunk(zero3.attach(engine)) == 2
-    assert "$H2D_CONFIG overrides host_to_device_transfer of the DeepSpeed config" in caplog.text
-
-
-def test_then_the_deepspeed_config(engine):
-    assert chunk(zero3.attach(engine)) == 3
-
-
-def test_then_the_defaults(simulated, engine):
-    assert chunk(zero3.attach(engine_of(Stage3(simulated)))) == 2**24
-
-
-def test_the_section_may_be_a_path(simulated, engine, tmp_path):
-    path = tmp_path / "h2d.yaml"
-    path.write_text("transfer: {pinned_staged: {chunk_elements: 5}}")
-    assert chunk(zero3.attach(engine_of(Stage3(simulated), host_to_device_transfer=str(path)))) == 5
-
-
-@pytest.mark.parametrize(
-    ("deepspeed_config", "message"),
-    [
-        (
-            {"host_to_device_transfer": {"pinned_staged": {"chunk": 3}}},
-            r"host_to_device_transfer\.pinned_staged\.chunk: unknown key 'chunk'",
-        ),
-        ({"host_to_device_transfer": 3}, r"host_to_device_transfer: found 3 \(int\): expected a mapping, or the path"),
-        ({"host_to_device_transfer": {"strategy": "auto"}}, "Leave the key out for the default"),
-        ({"host_to_device_tranfer": {}}, "host_to_device_tranfer: .* did you mean 'host_to_device_transfer'"),
-        ({"host_to_device_transfers": {}}, "did you mean 'host_to_device_transfer'"),
-        ({"h2d": {}}, "did you mean 'host_to_device_transfer'"),
-        ({"transfer": {}}, "did you mean 'host_to_device_transfer'"),
-    ],
-)
-def test_mistakes_in_the_deepspeed_config_leave_the_engine_alone(simulated, engine, deepspeed_config, message):
-    optimizer = Stage3(simulated)
-    with pytest.raises(ConfigError, match=message):
-        zero3.attach(engine_of(optimizer, **deepspeed_config))
-    optimizer._reassign_or_swap_out_partitioned_parameters(0)
-    assert optimizer.calls == [("deepspeed", 0)]
-
-
-def test_a_refused_install_installs_nothing():
-    with pytest.raises(ConfigError):
-        zero3.install({"strategy": "no such thing"})
-    assert zero3._installed is None
-    assert not zero3_hooks.active
-
-
-def test_install_hooks_deepspeeds_classes_and_uninstall_restores_them():
-    from deepspeed.runtime.engine import DeepSpeedEngine
-    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-
-    classes = [DeepSpeedZeroOptimizer_Stage3]
-    with contextlib.suppress(ImportError):  # since 0.18
-        from deepspeed.runtime.superoffload.superoffload_stage3 import SuperOffloadOptimizer_Stage3
-
-        classes.append(SuperOffloadOptimizer_Stage3)
-
-    def methods():
-        return [
-            vars(DeepSpeedEngine)["_configure_zero_optimizer"],
-            *(vars(cls)[COPY_BACK] for cls in classes),
-            vars(DeepSpeedZeroOptimizer_Stage3)["destroy"],
-        ]
-
-    before = methods()
-    zero3.install({"strategy": "pageable"})
-    zero3.install({"strategy": "pageable"})
-    assert all(now is not then for now, then in zip(methods(), before, strict=True))
-    zero3.uninstall()
-    zero3.uninstall()
-    assert methods() == before
-
-
-class Engine:
-    """What ``install`` hooks of DeepSpeedEngine."""
-
-    def __init__(self, simulated, **deepspeed_config):
-        self._config = types.SimpleNamespace(_param_dict=deepspeed_config)
-        self.built = 0
-        self.simulated = simulated
-        self.optimizer = self._configure_zero_optimizer(None)
-
-    def _configure_zero_optimizer(self, optimizer):
-        self.built += 1
-        return Stage3(self.simulated)
-
-
-@pytest.fixture
-def stand_ins(monkeypatch):
-    """Lets ``install`` find the stand-ins in place of DeepSpeed's classes."""
-    import deepspeed.runtime.engine
-
-    monkeypatch.setattr(deepspeed.runtime.engine, "DeepSpeedEngine", Engine)
-    monkeypatch.setattr(zero3_hooks, "zero3_classes", lambda: [Stage3, SuperOffload])
-
-
-@pytest.mark.usefixtures("stand_ins", "engine")
-def test_engines_made_after_install_are_attached_with_their_own_configuration(simulated):
-    zero3.install()
-    made = Engine(simulated, host_to_device_transfer=SECTION)
-    assert chunk(zero3._attachments[made.optimizer].transfer) == 3
-    made.optimizer._reassign_or_swap_out_partitioned_parameters(0)
-    assert made.optimizer.calls == [("unflatten", 0)]
-    assert simulated.pinned_bytes == 12
-    zero3.uninstall()
-    assert simulated.pinned_bytes == 0
-    made.optimizer._reassign_or_swap_out_partitioned_parameters(0)
-    assert made.optimizer.calls[-1] == ("deepspeed", 0)
-
-
-@pytest.mark.usefixtures("stand_ins", "engine")
-def test_engines_made_before_install_are_attached_at_their_next_copy_back(simulated):
-    old = Stage3(simulated)
-    zero3.install({"strategy": "pageable"})
-    old._reassign_or_swap_out_partitioned_parameters(0)
-    assert old.calls == [("unflatten", 0)]
-    zero3.detach(old)
-    old._reassign_or_swap_out_partitioned_parameters(0)
-    assert old.calls[-1] == ("deepspeed", 0), "a detached engine stays detached"
-    zero3.attach(old, {"strategy": "pageable"})
-    old._reassign_or_swap_out_partitioned_parameters(0)
-    assert old.calls[-1] == ("unflatten", 0)
-
-
-@pytest.mark.usefixtures("stand_ins", "engine")
-def test_uninstall_leaves_what_attach_was_called_for(simulated):
-    zero3.install({"strategy": "pageable"})
-    optimizer, spy = Stage3(simulated), Spy(simulated)
-    zero3.attach(optimizer, spy)
-    zero3.uninstall()
-    optimizer._reassign_or_swap_out_partitioned_parameters(0)
-    assert copy_backs(spy) == [0.0]
-
-
-@pytest.mark.usefixtures("stand_ins")
-def test_a_mistake_in_the_section_stops_the_engine_before_the_optimizer_is_built(simulated):
-    zero3.install()
-    with pytest.raises(ConfigError, match="host_to_device_transfer.fallback"):
-        Engine(simulated, host_to_device_transfer=json.loads('{"fallback": "no"}'))
 
 
 def test_a_shared_simulated_accelerator_sees_every_pin_go(simulated):

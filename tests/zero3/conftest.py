@@ -1,0 +1,47 @@
+"""Fixtures around the stand-ins."""
+
+import pytest
+
+from tests.zero3.stand_ins import COPY_BACK, SECTION, Engine, Stage3, SuperOffload, engine_of
+from transfer import (
+    zero3,
+    zero3_hooks,
+)
+
+
+@pytest.fixture(autouse=True)
+def _clean():
+    originals = {cls: vars(cls)[COPY_BACK] for cls in (Stage3, SuperOffload)}
+    destroy = Stage3.destroy
+    yield
+    zero3.uninstall()
+    for optimizer in list(zero3._attachments):
+        zero3.detach(optimizer)
+    for cls, original in originals.items():
+        assert vars(cls)[COPY_BACK] is original, "a method is still replaced"
+    assert Stage3.destroy is destroy
+
+
+@pytest.fixture
+def environment(tmp_path, monkeypatch):
+    path = tmp_path / "environment.yaml"
+    path.write_text("transfer: {strategy: pinned_staged, pinned_staged: {chunk_elements: 2}}")
+    monkeypatch.setenv("H2D_CONFIG", str(path))
+
+
+@pytest.fixture
+def engine(simulated, monkeypatch):
+    import accelerators
+
+    accelerators.set_accelerator(simulated)
+    yield engine_of(Stage3(simulated), host_to_device_transfer=SECTION, zero_optimization={"stage": 3})
+    accelerators.set_accelerator(None)
+
+
+@pytest.fixture
+def stand_ins(monkeypatch):
+    """Lets ``install`` find the stand-ins in place of DeepSpeed's classes."""
+    import deepspeed.runtime.engine
+
+    monkeypatch.setattr(deepspeed.runtime.engine, "DeepSpeedEngine", Engine)
+    monkeypatch.setattr(zero3_hooks, "zero3_classes", lambda: [Stage3, SuperOffload])

@@ -1,0 +1,63 @@
+"""Where the configuration comes from: argument, environment, DeepSpeed config, defaults."""
+
+import pytest
+
+from tests.zero3.stand_ins import Stage3, chunk, engine_of
+from transfer import (
+    ConfigError,
+    zero3,
+)
+
+
+def test_the_same_configuration_keeps_the_transfer(simulated):
+    engine = engine_of(Stage3(simulated))
+    config = {"accelerator": "simulated", "strategy": "pageable"}
+    first = zero3.attach(engine, config)
+    assert zero3.attach(engine, dict(config)) is first
+    assert zero3.attach(engine, {**config, "fallback": False}) is not first
+
+
+def test_the_argument_wins(engine, environment):
+    assert chunk(zero3.attach(engine, {"pinned_staged": {"chunk_elements": 1}})) == 1
+
+
+def test_then_the_environment(engine, environment, caplog):
+    assert chunk(zero3.attach(engine)) == 2
+    assert "$H2D_CONFIG overrides host_to_device_transfer of the DeepSpeed config" in caplog.text
+
+
+def test_then_the_deepspeed_config(engine):
+    assert chunk(zero3.attach(engine)) == 3
+
+
+def test_then_the_defaults(simulated, engine):
+    assert chunk(zero3.attach(engine_of(Stage3(simulated)))) == 2**24
+
+
+def test_the_section_may_be_a_path(simulated, engine, tmp_path):
+    path = tmp_path / "h2d.yaml"
+    path.write_text("transfer: {pinned_staged: {chunk_elements: 5}}")
+    assert chunk(zero3.attach(engine_of(Stage3(simulated), host_to_device_transfer=str(path)))) == 5
+
+
+@pytest.mark.parametrize(
+    ("deepspeed_config", "message"),
+    [
+        (
+            {"host_to_device_transfer": {"pinned_staged": {"chunk": 3}}},
+            r"host_to_device_transfer\.pinned_staged\.chunk: unknown key 'chunk'",
+        ),
+        ({"host_to_device_transfer": 3}, r"host_to_device_transfer: found 3 \(int\): expected a mapping, or the path"),
+        ({"host_to_device_transfer": {"strategy": "auto"}}, "Leave the key out for the default"),
+        ({"host_to_device_tranfer": {}}, "host_to_device_tranfer: .* did you mean 'host_to_device_transfer'"),
+        ({"host_to_device_transfers": {}}, "did you mean 'host_to_device_transfer'"),
+        ({"h2d": {}}, "did you mean 'host_to_device_transfer'"),
+        ({"transfer": {}}, "did you mean 'host_to_device_transfer'"),
+    ],
+)
+def test_mistakes_in_the_deepspeed_config_leave_the_engine_alone(simulated, engine, deepspeed_config, message):
+    optimizer = Stage3(simulated)
+    with pytest.raises(ConfigError, match=message):
+        zero3.attach(engine_of(optimizer, **deepspeed_config))
+    optimizer._reassign_or_swap_out_partitioned_parameters(0)
+    assert optimizer.calls == [("deepspeed", 0)]
