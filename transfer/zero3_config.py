@@ -31,9 +31,11 @@ def config_for_engine(argument: ConfigLike | None, deepspeed_config: Mapping[str
         deepspeed_config: The DeepSpeed config as a mapping; empty where it is not known.
 
     Raises:
-        ConfigError: The configuration that applies has mistakes, or the DeepSpeed config has a key
-            that looks like a misspelt ``host_to_device_transfer``, which DeepSpeed would ignore.
+        ConfigError: The configuration that applies has mistakes; or the DeepSpeed config has a key
+            that looks like a misspelt ``host_to_device_transfer``, which DeepSpeed would ignore, or
+            an offload ``ratio`` below 1 together with NVMe, which fails in the first step.
     """
+    _refuse_partial_nvme(deepspeed_config)
     if SECTION not in deepspeed_config:
         _refuse_near_misses(deepspeed_config)
     if argument is not None:
@@ -49,6 +51,17 @@ def config_for_engine(argument: ConfigLike | None, deepspeed_config: Mapping[str
         message = f"found {shown(section)}: expected a mapping, or the path of a YAML file"
         raise ConfigError([ConfigProblem(SECTION, message)])
     return resolve_config(section, origin=SECTION)
+
+
+def _refuse_partial_nvme(deepspeed_config: Mapping[str, Any]) -> None:
+    zero = deepspeed_config.get("zero_optimization")
+    offload = zero.get("offload_optimizer") if isinstance(zero, Mapping) else None
+    if not isinstance(offload, Mapping) or offload.get("device") != "nvme":
+        return
+    ratio = offload.get("ratio", 1.0)
+    if isinstance(ratio, int | float) and ratio < 1:
+        message = f"found {shown(ratio)} with `device: nvme`; only `device: cpu` keeps a part on the device"
+        raise ConfigError([ConfigProblem("zero_optimization.offload_optimizer.ratio", message)])
 
 
 def _refuse_near_misses(deepspeed_config: Mapping[str, Any]) -> None:

@@ -376,11 +376,14 @@ class Rounding(SimulatedAccelerator):
         return dataclasses.replace(super().capabilities, pin_rounds_to_power_of_two=True)
 
 
-def test_memory_lost_to_rounding_is_warned_of_with_both_numbers():
+@pytest.mark.parametrize(
+    ("chunk", "wanted", "taken"), [(50_000_000, 100_000_000, 134_217_728), (67_108_865, 134_217_730, 268_435_456)]
+)
+def test_memory_lost_to_rounding_is_warned_of_with_both_numbers(chunk, wanted, taken):
     rounding = Rounding()
-    transfer = PinnedStagedTransfer(accelerator=rounding, chunk_elements=5_000_000)
-    # 5,000,000 bf16 elements are 10,000,000 bytes; the next power of two is 2^24.
-    with pytest.warns(PinnedMemoryWarning, match="10000000 bytes really takes 16777216.*8388608 or 4194304"):
+    transfer = PinnedStagedTransfer(accelerator=rounding, chunk_elements=chunk)
+    remedy = f"{taken // 2} or {taken // 4}"  # elements of two bytes
+    with pytest.warns(PinnedMemoryWarning, match=f"buffer of {wanted} bytes really takes {taken},.*{remedy}"):
         transfer.copy(rounding.device_empty(10, dtype=torch.bfloat16), torch.zeros(10))
     transfer.close()
     quiet = PinnedStagedTransfer(accelerator=rounding, chunk_elements=2**22)

@@ -103,6 +103,19 @@ def test_a_master_that_moves_is_followed(simulated):
     assert copy_backs(spy) == [0.0]
 
 
+def test_nothing_is_pinned_where_nothing_is_offloaded(simulated):
+    """As with ``ratio: 0.0``: every master is on the device."""
+    optimizer = Stage3(simulated, sub_groups=10)
+    masters = optimizer.fp32_partitioned_groups_flat
+    masters[:] = [simulated.adopt(master.clone()) for master in masters]
+    transfer = build_transfer({"strategy": "pinned_staged", "pinned_staged": {"chunk_elements": 3}}, simulated)
+    zero3.attach(optimizer, transfer)
+    for sub_group_id in range(10):
+        optimizer._reassign_or_swap_out_partitioned_parameters(sub_group_id)
+    assert optimizer.calls == [("deepspeed", sub_group_id) for sub_group_id in range(10)]
+    assert simulated.pinned_bytes == 0
+
+
 def test_empty_partitions(simulated):
     optimizer, spy = Stage3(simulated), Spy(simulated)
     optimizer.fp16_partitioned_groups_flat[0] = simulated.device_empty(0, dtype=torch.bfloat16)

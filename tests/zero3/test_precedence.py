@@ -61,3 +61,26 @@ def test_mistakes_in_the_deepspeed_config_leave_the_engine_alone(simulated, engi
         zero3.attach(engine_of(optimizer, **deepspeed_config))
     optimizer._reassign_or_swap_out_partitioned_parameters(0)
     assert optimizer.calls == [("deepspeed", 0)]
+
+
+@pytest.mark.parametrize(
+    ("device", "ratio", "refused"), [("nvme", 0.5, True), ("nvme", 1.0, False), ("cpu", 0.5, False)]
+)
+def test_a_ratio_needs_offload_to_the_host(simulated, engine, device, ratio, refused):
+    zero = {"stage": 3, "offload_optimizer": {"device": device, "ratio": ratio}}
+    other = engine_of(Stage3(simulated), zero_optimization=zero)
+    if not refused:
+        zero3.attach(other)
+        return
+    with pytest.raises(
+        ConfigError, match=r"zero_optimization\.offload_optimizer\.ratio: found 0\.5 .*only `device: cpu`"
+    ):
+        zero3.attach(other)
+
+
+@pytest.mark.parametrize("ratio", [1.5, -0.1, float("nan")])
+def test_deepspeed_itself_refuses_an_impossible_ratio(ratio):
+    from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig
+
+    with pytest.raises(ValueError, match="ratio"):
+        DeepSpeedZeroOffloadOptimizerConfig(device="cpu", ratio=ratio)
