@@ -1,8 +1,8 @@
 """One rank of the ZeRO-3 comparison: trains the same model under several transfers, saves what it got.
 
 Usage, under torch.distributed.run: ``worker.py SPEC.json OUT``. The spec holds ``accelerator``,
-``dtype``, ``optimizer`` (``AdamW`` or ``DeepSpeedCPUAdam``), ``zero`` (more of ``zero_optimization``)
-and ``runs``: a name for each, and how its copies are done.
+``dtype``, ``optimizer`` (``AdamW`` or ``DeepSpeedCPUAdam``), ``zero`` and ``offload_optimizer`` (more of
+these sections), ``width`` of the model, and ``runs``: a name for each, and how its copies are done.
 """
 
 import hashlib
@@ -19,7 +19,6 @@ from accelerators.simulated import SimulatedAccelerator
 from transfer import PinnedStagedTransfer, build_transfer, zero3, zero3_hooks
 
 STEPS = 3
-WIDTH = 128
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "autocast": torch.float32}
 
 
@@ -51,7 +50,8 @@ def main():
 def train(spec, run, simulated, rank):
     torch.manual_seed(7)
     dtype = DTYPES[spec["dtype"]]
-    layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(4)]
+    width = spec.get("width", 128)
+    layers = [torch.nn.Linear(width, width) for _ in range(4)]
     model = torch.nn.Sequential(layers[0], torch.nn.ReLU(), *layers[1:])
     config = {
         "train_micro_batch_size_per_gpu": 2,
@@ -102,7 +102,7 @@ def train(spec, run, simulated, rank):
     losses = []
     generator = torch.Generator().manual_seed(100 + rank)
     for _ in range(STEPS):
-        batch = torch.randn(2, WIDTH, generator=generator).to(engine.device, dtype)
+        batch = torch.randn(2, width, generator=generator).to(engine.device, dtype)
         loss = engine(batch).float().pow(2).mean()
         engine.backward(loss)
         engine.step()
