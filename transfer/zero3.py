@@ -95,6 +95,7 @@ def attach(engine: Any, transfer: HostToDeviceTransfer | ConfigLike | None = Non
         current = _attachments.get(optimizer)
         if current is not None and current.config == config:
             _attachments[optimizer] = replace(current, by_install=False)
+            hooks.hook_optimizer_class(type(optimizer), _OURS)
             return current.transfer
     return _attach(optimizer, _Attachment(build_transfer(config), config))
 
@@ -176,7 +177,8 @@ def _attach(optimizer: Any, attachment: _Attachment) -> HostToDeviceTransfer:
         if attachment.config is not None:
             transfer.close()
         raise
-    if not crossing:
+    # Masters on NVMe are nowhere in memory until a step swaps them in.
+    if not crossing and optimizer.offload_optimizer and not optimizer.swap_optimizer:
         logger.warning(
             "none of the %d sub-groups of this ZeRO-3 engine has its master partition on the host and its "
             "low-precision partition on the device: while that is so, DeepSpeed's own copy-back stays in use",

@@ -17,6 +17,8 @@ COPY_BACK = "_reassign_or_swap_out_partitioned_parameters"
 
 class Stage3:
     offload_param = False
+    offload_optimizer = True
+    swap_optimizer = False
 
     def __init__(self, simulated, sub_groups=2):
         self.fp16_partitioned_groups_flat = [simulated.device_empty(8, dtype=torch.bfloat16) for _ in range(sub_groups)]

@@ -270,6 +270,12 @@ def test_an_engine_without_anything_to_copy_is_told_of(simulated, caplog):
     optimizer.offload_param = True
     zero3.attach(optimizer, Spy(simulated))
     assert "none of the 2 sub-groups of this ZeRO-3 engine has its master partition on the host" in caplog.text
+    caplog.clear()
+    for change in ({"offload_optimizer": False}, {"swap_optimizer": True}):
+        quiet = Stage3(simulated)
+        vars(quiet).update(offload_param=True, **change)
+        zero3.attach(quiet, Spy(simulated))
+    assert not caplog.text
 
 
 def test_a_shared_simulated_accelerator_sees_every_pin_go(simulated):
