@@ -60,7 +60,10 @@ class HostToDeviceTransfer(ABC):
     #: The strategy's own configuration model.
     Config: ClassVar[type[StrategyConfig]] = StrategyConfig
 
-    config: Any
+    # Defaults of the class, for a subclass without options that leaves out ``super().__init__``.
+    config: Any = None
+    fallback: bool = True
+    _choice: AcceleratorChoice = AcceleratorChoice()
     _resolved: Accelerator | None = None
     _process: int | None = None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 
@@ -34,6 +35,7 @@ class RoutedTransfer(HostToDeviceTransfer):
     def __init__(self, policy: TransferPolicy, accelerator: Accelerator | str | None = None) -> None:
         super().__init__(None, accelerator, fallback=policy.config.fallback)
         self.policy = policy
+        self.config = policy.config
         self._strategies: dict[str, HostToDeviceTransfer] = {}
         self._lock = threading.RLock()
         self._logged: set[Decision] = set()
@@ -49,8 +51,9 @@ class RoutedTransfer(HostToDeviceTransfer):
     def close(self) -> None:
         if self._is_forked:
             return
-        for strategy in tuple(self._strategies.values()):
-            strategy.close()
+        with contextlib.ExitStack() as closing:  # closes every one of them, and raises an error after
+            for strategy in tuple(self._strategies.values()):
+                closing.callback(strategy.close)
 
     def _submit(self, destination: Tensor, source: Tensor) -> InFlightCopy:
         decision = self.policy.select(destination, source)

@@ -11,6 +11,7 @@ from accelerators.simulated import SimulatedAccelerator
 from transfer import (
     Decision,
     HostToDeviceTransfer,
+    InFlightCopy,
     PageableTransfer,
     StrategyRegistrationError,
     TransferError,
@@ -190,6 +191,41 @@ class Mine(PageableTransfer):
     def _submit(self, destination, source):
         type(self).submitted += 1
         return super()._submit(destination, source)
+
+
+class Plain(HostToDeviceTransfer):
+    """As small as a strategy gets; its own ``__init__`` knows nothing of ours."""
+
+    def __init__(self):
+        self.numels = []
+
+    def _submit(self, destination, source):
+        self.numels.append(destination.numel())
+        self.accelerator.enqueue_copy(destination, source)
+        return InFlightCopy()
+
+
+def test_a_strategy_that_leaves_out_our_init_works(simulated):
+    accelerators.set_accelerator(simulated)
+    try:
+        destination, source = pair(simulated, 8)
+        with Plain() as transfer:
+            transfer.copy(destination, source + 2)
+        assert transfer.numels == [8]
+        assert destination.tolist() == [2.0] * 8
+    finally:
+        accelerators.set_accelerator(None)
+
+
+def test_every_strategy_is_closed_although_one_fails(simulated):
+    transfer = build_transfer({}, simulated)
+    for numel in (4, LARGE):
+        transfer.copy(*pair(simulated, numel))
+    transfer._strategies["pageable"].close = lambda: (_ for _ in ()).throw(RuntimeError("lost"))
+    assert simulated.pinned_bytes == 2**26
+    with pytest.raises(RuntimeError, match="lost"):
+        transfer.close()
+    assert simulated.pinned_bytes == 0
 
 
 def test_a_registered_strategy_can_be_chosen_by_name(simulated):
