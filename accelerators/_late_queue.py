@@ -15,9 +15,8 @@ import random
 import threading
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import islice
 
 import torch
 from torch import Tensor
@@ -34,8 +33,8 @@ class _Mark:
 
     def position(self) -> tuple[SimulatedStream, int]:
         """Its stream, and how many operations there lead up to it; it is not done."""
-        entries = enumerate(self.stream.operations, 1)
-        return self.stream, next(count for count, entry in entries if entry.completes is self)
+        entries = enumerate(tuple(self.stream.operations), 1)
+        return self.stream, next((count for count, entry in entries if entry.completes is self), 0)
 
 
 @dataclass(eq=False)
@@ -46,6 +45,14 @@ class _Operation:
     races: bool = False
     completes: _Mark | None = None
     awaits: _Mark | None = None
+    ran: bool = False
+
+    def run(self) -> None:
+        if self.copy is not None and not self.ran:
+            run_copy(*self.copy, poisoned=self.races)
+        self.ran = True
+        if self.completes is not None:
+            self.completes.done = True
 
 
 class LateQueue:
@@ -93,29 +100,33 @@ class LateQueue:
             new = _Operation(copy=(destination, source))
             before = self._closure([(stream, len(stream.operations))])
             for other in self._streams:
-                for old in islice(other.operations, before.get(other, 0), None):
+                for old in tuple(other.operations)[before.get(other, 0) :]:
                     if other is not stream and old.copy is not None:
                         self._note_race(old, new)
             stream.operations.append(new)
 
     def reach(self, marks: list[_Mark]) -> None:
-        """Runs work, late and in a seeded order, until every one of ``marks`` is done."""
+        """Runs work, late and in a seeded order, until every one of ``marks`` is done.
+
+        May be entered again at any point by the same thread, from a signal handler or a finalizer.
+        """
         with self.lock:
             awaited = {mark.stream for mark in marks}
             needed = self._needed(marks)
             while any(needed.values()):
                 # A stream that is only waited through may run past what is needed of it; one that
                 # is awaited itself must not, or a missing host-side wait could go unnoticed.
-                ready = [
-                    stream
-                    for stream, count in needed.items()
-                    if (count or stream not in awaited) and stream.head_can_run()
-                ]
-                stream = self._random.choice(ready)
                 steps = self._steps
-                self._step(stream)
-                needed[stream] = max(0, needed[stream] - 1)
-                if self._steps != steps + 1:  # a finalizer of what was freed has waited in here, too
+                ready = [
+                    (stream, entry)
+                    for stream, count in needed.items()
+                    if (count or stream not in awaited) and (entry := stream.next_entry()) is not None
+                ]
+                if ready:
+                    stream, entry = self._random.choice(ready)
+                    self._step(stream, entry)
+                    needed[stream] = max(0, needed[stream] - 1)
+                if self._steps != steps + 1:  # another reach has run inside this one
                     needed = self._needed(marks)
 
     def reach_all(self) -> None:
@@ -127,8 +138,9 @@ class LateQueue:
         """Runs one operation on the way to ``mark``: so that a loop of queries ends."""
         with self.lock:
             for stream, count in self._needed([mark]).items():
-                if count and stream.head_can_run():
-                    self._step(stream)
+                entry = stream.next_entry()
+                if count and entry is not None:
+                    self._step(stream, entry)
                     return
 
     def pending_tensors(self) -> list[Tensor]:
@@ -147,7 +159,7 @@ class LateQueue:
             stream, count = wanted.pop()
             before = needed.get(stream, 0)
             needed[stream] = max(before, count)
-            awaited = (entry.awaits for entry in islice(stream.operations, before, count))
+            awaited = (entry.awaits for entry in tuple(stream.operations)[before:count])
             wanted += [mark.position() for mark in awaited if mark is not None and not mark.done]
         return needed
 
@@ -161,13 +173,12 @@ class LateQueue:
         if _share_memory(new_read, old_written) or _share_memory(new_written, old_written):
             new.races = True
 
-    def _step(self, stream: SimulatedStream) -> None:
-        entry = stream.operations.popleft()
-        self._steps += 1
-        if entry.copy is not None:
-            run_copy(*entry.copy, poisoned=entry.races)
-        if entry.completes is not None:
-            entry.completes.done = True
+    def _step(self, stream: SimulatedStream, entry: _Operation) -> None:
+        """Runs the entry that is next in the stream, unless a reach inside this one has done so."""
+        entry.run()
+        with suppress(ValueError):
+            stream.operations.remove(entry)
+            self._steps += 1
 
 
 def run_copy(destination: Tensor, source: Tensor, poisoned: bool = False) -> None:
@@ -192,10 +203,10 @@ class SimulatedStream:
         self.operations: deque[_Operation] = deque()
         queue.add(self)
 
-    def head_can_run(self) -> bool:
-        """Whether there is work here whose turn has come."""
-        head = self.operations[0] if self.operations else None
-        return head is not None and (head.awaits is None or head.awaits.done)
+    def next_entry(self) -> _Operation | None:
+        """The work whose turn has come, or None where there is none or it has to wait."""
+        head = next(iter(tuple(self.operations)), None)
+        return None if head is None or (head.awaits is not None and not head.awaits.done) else head
 
     def synchronize(self) -> None:
         """Runs everything queued here, and what that waits for."""

@@ -1,7 +1,11 @@
 """What the simulated accelerator promises beyond the conformance suite."""
 
 import gc
+import subprocess
+import sys
+import textwrap
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -254,3 +258,42 @@ def test_faults_can_be_injected_anywhere_and_go_away(simulated):
 def test_in_flight_error_is_catchable_both_ways():
     assert issubclass(InFlightError, AcceleratorError)
     assert issubclass(InFlightError, RuntimeError)
+
+
+def test_a_signal_handler_may_wait_at_any_moment():
+    program = """
+        import signal, torch
+        from accelerators.simulated import SimulatedAccelerator
+        from transfer import PinnedStagedTransfer
+
+        simulated = SimulatedAccelerator()
+        transfer = PinnedStagedTransfer(accelerator=simulated, chunk_elements=64)
+        outer, inner = (simulated.device_empty(3200, dtype=torch.float32) for _ in range(2))
+        values = torch.arange(3200.0)
+        handled = []
+
+        def handler(*_):
+            transfer.copy(inner, -values)
+            handled.append(torch.equal(inner, -values))
+
+        signal.signal(signal.SIGALRM, handler)
+        for delay in range(200):
+            outer.fill_(-5)
+            signal.setitimer(signal.ITIMER_REAL, 1e-4 + delay * 1e-5)
+            transfer.copy(outer, values)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            assert torch.equal(outer, values), delay
+        assert len(handled) > 20 and all(handled)
+        transfer.close()
+        assert simulated.pinned_bytes == 0
+    """
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        env={"PYTHONPATH": f"{root}:{':'.join(sys.path)}", "PATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
