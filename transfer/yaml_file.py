@@ -75,7 +75,8 @@ def _walk(
     if isinstance(node, yaml.MappingNode):
         first: dict[str, int] = {}
         for key_node, value_node in node.value:
-            key, line = str(key_node.value), key_node.start_mark.line + 1
+            key = key_node.value if isinstance(key_node, yaml.ScalarNode) else "(a mapping or list)"
+            line = key_node.start_mark.line + 1
             location = (*path, key)
             message = None
             if key_node.tag not in _TEXT_KEYS:
