@@ -107,8 +107,8 @@ class PinnedStagedTransfer(HostToDeviceTransfer):
         with self._lock:
             if self._busy:
                 return self._pageable._submit(destination, source)
-            self._busy = True
             try:
+                self._busy = True
                 ring = self._ring(accelerator, destination)
                 if ring is None:
                     return self._pageable._submit(destination, source)
