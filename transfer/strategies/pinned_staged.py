@@ -19,10 +19,10 @@ from ..config_fields import BufferCount, Elements
 from ..errors import FallbackWarning, PinnedMemoryWarning, StrategyUnavailableError
 from ..in_flight import EventCopy, InFlightCopy
 from ..interface import HostToDeviceTransfer
+from ..staging_ring import StagingRing
 from ..strategy_config import StrategyConfig
 from ..warn import warn_caller
 from .pageable import PageableTransfer
-from .staging import StagingRing
 
 #: What pinning may raise when it is refused: torch's errors, the system's, and a vendor's.
 _REFUSALS = (RuntimeError, MemoryError, OSError, AcceleratorError)
