@@ -5,8 +5,8 @@ missing wait is wrong only sometimes. Here it is wrong always:
 
 * Nothing runs until a wait of the host reaches it, and then only what that wait needs. Where several
   streams are involved, each step's stream is drawn from a seeded generator.
-* Copies of different streams that touch the same memory, and that no event orders, are a race on a
-  real device. Whatever order is drawn here, such a copy delivers poison in place of values.
+* Copies of different streams that share memory, and that neither an event nor a wait of the host
+  orders, are a race on a real device. Here such a copy delivers poison in place of values.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ._memory_ranges import span_bytes
+from .overlap import share_elements
 
 
 class _Mark:
@@ -30,6 +30,7 @@ class _Mark:
     def __init__(self, stream: SimulatedStream) -> None:
         self.stream = stream
         self.done = False
+        self.polls = 0
 
     def position(self) -> tuple[SimulatedStream, int]:
         """Its stream, and how many operations there lead up to it; it is not done."""
@@ -48,8 +49,10 @@ class _Operation:
     ran: bool = False
 
     def run(self) -> None:
-        if self.copy is not None and not self.ran:
-            run_copy(*self.copy, poisoned=self.races)
+        if self.copy is not None:
+            with torch.no_grad():
+                if not self.ran:  # asked last, for a signal handler that waits may have run it meanwhile
+                    run_copy(*self.copy, poisoned=self.races)
         self.ran = True
         if self.completes is not None:
             self.completes.done = True
@@ -111,21 +114,18 @@ class LateQueue:
         May be entered again at any point by the same thread, from a signal handler or a finalizer.
         """
         with self.lock:
-            awaited = {mark.stream for mark in marks}
             needed = self._needed(marks)
             while any(needed.values()):
-                # A stream that is only waited through may run past what is needed of it; one that
-                # is awaited itself must not, or a missing host-side wait could go unnoticed.
                 steps = self._steps
                 ready = [
                     (stream, entry)
                     for stream, count in needed.items()
-                    if (count or stream not in awaited) and (entry := stream.next_entry()) is not None
+                    if count and (entry := stream.next_entry()) is not None
                 ]
                 if ready:
                     stream, entry = self._random.choice(ready)
                     self._step(stream, entry)
-                    needed[stream] = max(0, needed[stream] - 1)
+                    needed[stream] -= 1
                 if self._steps != steps + 1:  # another reach has run inside this one
                     needed = self._needed(marks)
 
@@ -134,14 +134,13 @@ class LateQueue:
         with self.lock:
             self.reach([self.mark(stream) for stream in self._streams])
 
-    def advance(self, mark: _Mark) -> None:
-        """Runs one operation on the way to ``mark``: so that a loop of queries ends."""
+    def poll(self, mark: _Mark) -> bool:
+        """Whether ``mark`` is done. Asking as often as work is left before it gets it done."""
         with self.lock:
-            for stream, count in self._needed([mark]).items():
-                entry = stream.next_entry()
-                if count and entry is not None:
-                    self._step(stream, entry)
-                    return
+            mark.polls += 1
+            if not mark.done and mark.polls > sum(self._needed([mark]).values()):
+                self.reach([mark])
+            return mark.done
 
     def pending_tensors(self) -> list[Tensor]:
         """Every tensor that a queued copy will still read or write."""
@@ -168,9 +167,9 @@ class LateQueue:
         assert old.copy is not None  # noqa: S101 - for the type checker
         assert new.copy is not None  # noqa: S101 - likewise
         (old_written, old_read), (new_written, new_read) = old.copy, new.copy
-        if _share_memory(new_written, old_read):
+        if share_elements(new_written, old_read):
             old.races = True
-        if _share_memory(new_read, old_written) or _share_memory(new_written, old_written):
+        if share_elements(new_read, old_written) or share_elements(new_written, old_written):
             new.races = True
 
     def _step(self, stream: SimulatedStream, entry: _Operation) -> None:
@@ -182,17 +181,15 @@ class LateQueue:
 
 
 def run_copy(destination: Tensor, source: Tensor, poisoned: bool = False) -> None:
-    """The copy itself, now; with ``poisoned``, NaNs (or -1) in place of the values."""
-    with torch.no_grad():
-        if poisoned:
-            destination.fill_(float("nan") if destination.is_floating_point() else -1)
-        else:
-            destination.copy_(source)
-
-
-def _share_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether the spans of two host tensors overlap: exact enough for whole chunks."""
-    return a.data_ptr() < b.data_ptr() + span_bytes(b) and b.data_ptr() < a.data_ptr() + span_bytes(a)
+    """The copy itself, now; with ``poisoned``, wrong values: NaN, -1, or for truth values the opposite."""
+    if not poisoned:
+        destination.copy_(source)
+    elif destination.dtype == torch.bool:
+        destination.copy_(source.logical_not())
+    elif destination.element_size() == 1:
+        destination.view(torch.uint8).fill_(0xFF)
+    else:
+        destination.fill_(float("nan") if destination.is_floating_point() or destination.is_complex() else -1)
 
 
 class SimulatedStream:
@@ -213,12 +210,14 @@ class SimulatedStream:
         self._queue.reach([self._queue.mark(self)])
 
     def query(self) -> bool:
-        """Whether nothing is queued here; if something is, one operation of it runs afterwards."""
+        """Whether nothing is queued here. Asking often enough gets it done."""
         with self._queue.lock:
+            last = next((entry.completes for entry in reversed(tuple(self.operations)) if entry.completes), None)
             if not self.operations:
                 return True
-            self._queue.advance(self._queue.mark(self))
-            return False
+            if last is None or self.operations[-1].completes is not last:
+                last = self._queue.mark(self)
+            return self._queue.poll(last)
 
     def wait_event(self, event: SimulatedEvent) -> None:
         """Work queued here from now on runs after what ``event`` marks at this moment."""
@@ -249,11 +248,8 @@ class SimulatedEvent:
             self._queue.reach([self.mark])
 
     def query(self) -> bool:
-        """Whether what is marked has run; if not, one operation of it runs after answering."""
-        if self.mark is None or self.mark.done:
-            return True
-        self._queue.advance(self.mark)
-        return False
+        """Whether what is marked has run. Asking as often as work is left before it gets it done."""
+        return self.mark is None or self._queue.poll(self.mark)
 
     def wait(self, stream: SimulatedStream | None = None) -> None:
         """``stream.wait_event(self)``, for ``stream`` or the current one."""

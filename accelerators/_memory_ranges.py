@@ -7,6 +7,8 @@ import weakref
 
 from torch import Tensor
 
+from .overlap import span_bytes
+
 
 class MemoryRanges:
     """A set of address ranges, each with a size in bytes. Thread-safe."""
@@ -64,11 +66,3 @@ class Storages:
     def contain(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` has elements in one of the storages."""
         return tensor.numel() > 0 and tensor.untyped_storage()._cdata in self._alive
-
-
-def span_bytes(tensor: Tensor) -> int:
-    """Bytes from the first element of ``tensor`` to the end of its last one in memory."""
-    if tensor.numel() == 0:
-        return 0
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (last + 1) * tensor.element_size()

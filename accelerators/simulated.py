@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from ._late_queue import LateQueue, SimulatedEvent, SimulatedStream, run_copy
-from ._memory_ranges import MemoryRanges, Storages, span_bytes
+from ._memory_ranges import MemoryRanges, Storages
 from .errors import InFlightError
+from .overlap import span_bytes
 from .protocol import Capabilities
 
 if TYPE_CHECKING:
@@ -122,7 +123,7 @@ class SimulatedAccelerator:
             if self._pinned.size_at(tensor.data_ptr()) != tensor.nbytes or tensor.numel() == 0:
                 return False
             self._check_idle(tensor.data_ptr(), tensor.nbytes)
-            del self._pinned_tensors[tensor.data_ptr()]
+            self._pinned_tensors.pop(tensor.data_ptr(), None)  # gone, if this was interrupted before
             return self._pinned.remove(tensor.data_ptr())
 
     def register_host_memory(self, address: int, num_bytes: int) -> bool:
@@ -178,7 +179,8 @@ class SimulatedAccelerator:
         readable = self.on_device(source) or self.is_pinned(source)
         writable = self.on_device(destination) or self.is_pinned(destination)
         if not (self.on_device(source) or self.on_device(destination)):
-            run_copy(destination, source)
+            with torch.no_grad():
+                run_copy(destination, source)
             return
         stream = self._queue.current_stream
         self._queue.enqueue(stream, destination.detach(), source.detach())

@@ -41,7 +41,8 @@ def load_config(path: str | os.PathLike[str]) -> TransferConfig:
     if not isinstance(content, dict):
         message = f"expected one top-level key, {ROOT!r}, found {shown(content)}"
         raise ConfigError([ConfigProblem("", message, file, 1)])
-    problems = [ConfigProblem(key, _misplaced(key), file, lines.get((key,))) for key in content if key != ROOT]
+    merged = lines.get(("<<",))  # the place of keys that come from elsewhere
+    problems = [ConfigProblem(key, _misplaced(key), file, lines.get((key,), merged)) for key in content if key != ROOT]
     section = content.get(ROOT)
     if section is not None and not isinstance(section, dict):
         message = f"found {shown(section)}: expected a mapping"

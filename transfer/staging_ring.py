@@ -65,6 +65,11 @@ class StagingRing:
     def pinned_bytes(self) -> int:
         return sum(buffer.memory.nbytes for buffer in tuple(self._buffers))
 
+    @property
+    def is_ours(self) -> bool:
+        """False in a fork of the process that made the ring: the memory is the parent's."""
+        return os.getpid() == self._process
+
     def pin(self, buffers: int) -> None:
         """Pins the buffers.
 
@@ -100,12 +105,7 @@ class StagingRing:
         return buffer
 
     def close(self) -> None:
-        """Waits for every copy out of the ring and unpins it. A ring is not used afterwards.
-
-        In a fork of the process that made it, does nothing: the memory is the parent's.
-        """
-        if os.getpid() != self._process:
-            return
+        """Waits for every copy out of the ring and unpins it. A ring is not used afterwards."""
         self.closing = True
         self._settle()
         for buffer in self._buffers:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-import math
 
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
+
+from accelerators.overlap import overlaps_itself, share_elements, span_elements
 
 from .errors import (
     InferenceTensorError,
@@ -69,11 +70,11 @@ def _validate(destination: Tensor, source: Tensor) -> bool:
         )
     if destination.numel() == 0:
         return False
-    if _has_inner_overlap(destination):
+    if overlaps_itself(destination):
         raise _invalid("elements of the destination share memory", destination, source)
     if _is_same_view(destination, source):
         return False
-    if _overlap(destination, source):
+    if destination.device == source.device and share_elements(destination, source):
         raise _invalid("destination and source overlap in part", destination, source)
     return True
 
@@ -103,7 +104,7 @@ def _problem(tensor: Tensor) -> str | None:
         return "is quantized"
     if tensor.numel() == 0:
         return None
-    needed = (tensor.storage_offset() + _span(tensor)) * tensor.element_size()
+    needed = (tensor.storage_offset() + span_elements(tensor)) * tensor.element_size()
     held = tensor.untyped_storage().nbytes()
     return f"needs {needed} bytes of storage but has {held}" if needed > held else None
 
@@ -117,22 +118,6 @@ def _torch_copies(destination: torch.dtype, source: torch.dtype) -> bool:
     except (RuntimeError, NotImplementedError):
         return False
     return True
-
-
-def _span(tensor: Tensor) -> int:
-    """Elements from the first to the last one in memory, both included; the tensor has some."""
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def _has_inner_overlap(tensor: Tensor) -> bool:
-    reach = 0
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size == 1:
-            continue
-        if stride <= reach:
-            return stride == 0 or int(_occupied(tensor).sum()) != tensor.numel()
-        reach += (size - 1) * stride
-    return False
 
 
 def _is_same_view(a: Tensor, b: Tensor) -> bool:
@@ -149,30 +134,3 @@ def _is_same_view(a: Tensor, b: Tensor) -> bool:
 def _strides(tensor: Tensor) -> list[int]:
     """The strides that matter: not those of dimensions of size 1."""
     return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1]
-
-
-def _overlap(a: Tensor, b: Tensor) -> bool:
-    if a.device != b.device:
-        return False
-    first, second = sorted((a, b), key=Tensor.data_ptr)
-    gap_bytes = second.data_ptr() - first.data_ptr()
-    if gap_bytes >= _span(first) * first.element_size():
-        return False
-    if a.is_contiguous() and b.is_contiguous():
-        return True
-    # Interleaving views, such as x[::2] and x[1::2]: the only case that needs a look at elements.
-    unit = math.gcd(gap_bytes, a.element_size(), b.element_size())
-    gap = gap_bytes // unit
-    length = max(_span(first) * first.element_size(), gap_bytes + _span(second) * second.element_size()) // unit
-    return bool((_occupied(first, unit, length) & _occupied(second, unit, length, gap)).any())
-
-
-def _occupied(tensor: Tensor, unit: int | None = None, length: int | None = None, offset: int = 0) -> Tensor:
-    """Which of ``length`` units of memory, each of ``unit`` bytes, the tensor uses from ``offset`` on."""
-    width = tensor.element_size() // (unit or tensor.element_size())
-    mask = torch.zeros(length or _span(tensor) * width, dtype=torch.bool, device="cpu")
-    # Dimensions of stride 0 visit the same elements again, which torch refuses to write through a view.
-    dims = [(size, stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride]
-    sizes, strides = [size for size, _ in dims], [stride * width for _, stride in dims]
-    mask.as_strided([*sizes, width], [*strides, 1], offset).fill_(True)
-    return mask

@@ -89,15 +89,16 @@ def attach(engine: Any, transfer: HostToDeviceTransfer | ConfigLike | None = Non
     if _COPY_BACK in vars(optimizer):
         raise AttachError(f"{_COPY_BACK} of this engine's optimizer has been replaced by somebody else already")
     if isinstance(transfer, HostToDeviceTransfer):
-        return _attach(optimizer, _Attachment(transfer))
-    config = config_for_engine(transfer, _deepspeed_config(engine))
+        wanted, config = transfer, None
+    else:
+        wanted, config = None, config_for_engine(transfer, _deepspeed_config(engine))
     with _lock:
         current = _attachments.get(optimizer)
-        if current is not None and current.config == config:
+        if current is not None and (current.transfer is wanted if wanted is not None else current.config == config):
             _attachments[optimizer] = replace(current, by_install=False)
             hooks.hook_optimizer_class(type(optimizer), _OURS)
             return current.transfer
-    return _attach(optimizer, _Attachment(build_transfer(config), config))
+    return _attach(optimizer, _Attachment(wanted if wanted is not None else build_transfer(config), config))
 
 
 def detach(engine: Any) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 #: What replaces a method: called with the original first, then with the method's own arguments.
 Replacement = Callable[..., Any]
 
-#: For each method that is replaced: the original, and what stands in its place.
-active: dict[tuple[type, str], tuple[Callable[..., Any], Callable[..., Any]]] = {}
+#: The methods that were replaced and not all given back.
+active: set[tuple[type, str]] = set()
+
+#: Each function of ours that was put in place of a method, and what it replaced.
+_originals: dict[Any, Callable[..., Any]] = {}
 
 
 def zero3_classes() -> list[type]:
@@ -41,29 +45,36 @@ def hook_optimizer_class(optimizer_class: type, replacements: Mapping[str, Repla
 def hook(owner: type, name: str, replacement: Replacement) -> None:
     """Replaces one method. Doing it again does nothing, while ours is in place or wrapped by others."""
     original = vars(owner)[name]
-    if (owner, name) in active and _leads_to(original, active[(owner, name)][1]):
+    if _leads_to_ours(original):
         return
 
     @functools.wraps(original)
     def hooked(self: Any, *args: Any, **kwargs: Any) -> Any:
         return replacement(original, self, *args, **kwargs)
 
+    _originals[hooked] = original
+    active.add((owner, name))
     setattr(owner, name, hooked)
-    active[(owner, name)] = (original, hooked)
-
-
-def _leads_to(function: Any, wanted: Callable[..., Any], depth: int = 8) -> bool:
-    """Whether ``wanted`` is this function, or what it wraps, by ``__wrapped__`` or in its closure."""
-    if function is wanted:
-        return True
-    inner = [getattr(function, "__wrapped__", None)]
-    inner += [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
-    return depth > 0 and any(_leads_to(each, wanted, depth - 1) for each in inner if callable(each))
 
 
 def remove_all() -> None:
     """Gives every method back, except where somebody else has wrapped ours: there it stays."""
-    for (owner, name), (original, hooked) in list(active.items()):
-        if vars(owner)[name] in (hooked, original):
-            setattr(owner, name, original)
-            del active[(owner, name)]
+    for owner, name in list(active):
+        function = vars(owner)[name]
+        while function in _originals:
+            function = _originals[function]
+        setattr(owner, name, function)
+        if not _leads_to_ours(function):
+            active.discard((owner, name))
+
+
+def _leads_to_ours(function: Any, depth: int = 8) -> bool:
+    """Whether this is a function of ours, or wraps one: by ``__wrapped__``, or in its closure."""
+    if function in _originals:
+        return True
+    inner = [getattr(function, "__wrapped__", None)]
+    for cell in getattr(function, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # a variable that is not assigned yet
+            inner.append(cell.cell_contents)
+    functions = [each for each in inner if callable(each) and isinstance(each, Hashable)]
+    return depth > 0 and any(_leads_to_ours(each, depth - 1) for each in functions)

@@ -96,6 +96,16 @@ def test_unpinning_takes_the_base_tensor_once(simulated):
     assert not simulated.is_pinned(buffer)
 
 
+def test_an_interrupted_unpin_can_be_repeated(simulated, monkeypatch):
+    buffer = simulated.pin_empty(10, dtype=torch.float32)
+    with monkeypatch.context() as patched:
+        patched.setattr(simulated._pinned, "remove", lambda address: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            simulated.unpin_memory(buffer)
+    assert simulated.unpin_memory(buffer)
+    assert simulated.pinned_bytes == 0
+
+
 def test_pinned_memory_that_is_only_dropped_stays_counted(simulated):
     simulated.pin_empty(10, dtype=torch.float32)
     gc.collect()

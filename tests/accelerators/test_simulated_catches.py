@@ -173,6 +173,50 @@ def test_a_blocking_copy_that_another_stream_still_reads_is_caught(seed):
     assert second.isnan().all()
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+def test_asking_whether_work_is_done_orders_nothing(seed):
+    accelerator = SimulatedAccelerator(seed)
+    second, producer, consumer = chain(accelerator, ordered=True)
+    third = accelerator.device_empty(4, dtype=torch.float32)
+    assert not consumer.query()
+    with accelerator.stream(accelerator.Stream()):
+        accelerator.enqueue_copy(third, second)
+    accelerator.synchronize()
+    assert third.isnan().all()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_views_that_interleave_without_sharing_elements_are_no_race(seed):
+    accelerator = SimulatedAccelerator(seed)
+    grid, line = accelerator.device_empty(4, 4, dtype=torch.float32), accelerator.device_empty(8, dtype=torch.float32)
+    for parts in ((grid[:, :2], grid[:, 2:]), (line[::2], line[1::2])):
+        for value, part in enumerate(parts):
+            pinned = accelerator.pin_empty(*part.shape, dtype=torch.float32)
+            pinned.fill_(value)
+            with accelerator.stream(accelerator.Stream()):
+                accelerator.enqueue_copy(part, pinned)
+        accelerator.synchronize()
+        for value, part in enumerate(parts):
+            assert (part == value).all()
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float8_e5m2, torch.int32, torch.uint8, torch.bool]
+)
+def test_poison_is_never_the_value(dtype):
+    accelerator = SimulatedAccelerator()
+    for value in (0, 1):
+        pinned = accelerator.pin_empty(4, dtype=dtype)
+        pinned.copy_(torch.full((4,), value))
+        first, second = (accelerator.device_empty(4, dtype=dtype) for _ in range(2))
+        with accelerator.stream(accelerator.Stream()):
+            accelerator.enqueue_copy(first, pinned)
+        with accelerator.stream(accelerator.Stream()):
+            accelerator.enqueue_copy(second, first)
+        accelerator.synchronize()
+        assert (second.float() != value).all()
+
+
 def test_old_work_of_another_stream_overtakes_nothing_it_was_ordered_before():
     accelerator = SimulatedAccelerator()
     old, new = (accelerator.pin_empty(4, dtype=torch.float32) for _ in range(2))

@@ -87,7 +87,7 @@ def test_submit_returns_with_the_last_chunks_in_flight(simulated):
     destination.fill_(-1)
     copy = transfer.submit(destination, torch.arange(10.0))
     assert not copy.done
-    assert destination.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, -1]
+    assert destination.tolist() == [0, 1, 2, 3, 4, 5, -1, -1, -1, -1]
     copy.wait()
     assert destination.tolist() == list(range(10))
 
@@ -286,6 +286,73 @@ def test_a_warning_points_at_the_callers_line():
         with pytest.warns(FallbackWarning) as caught:
             transfer.copy(bare.device_empty(4, dtype=torch.bfloat16), torch.zeros(4))
         assert caught[0].filename == __file__
+
+
+def test_threads_that_share_a_transfer_all_use_its_ring(simulated):
+    recorder = Recorder(simulated)
+    with PinnedStagedTransfer(accelerator=simulated, chunk_elements=50, buffers=1) as transfer:
+
+        def work():
+            for _ in range(20):
+                transfer.copy(simulated.device_empty(333, dtype=torch.bfloat16), torch.ones(333))
+
+        threads = [threading.Thread(target=work, daemon=True) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    assert len(recorder.copies) == 4 * 20 * 7
+    assert all(pinned for _, _, _, pinned in recorder.copies)
+    assert len(recorder.pinned) == 1
+
+
+@pytest.mark.parametrize("method", ["Event.synchronize", "unpin_memory"])
+@pytest.mark.parametrize("again", ["submit", "close"])
+def test_a_close_that_is_entered_again_leaks_nothing(simulated, method, again):
+    """By a signal handler or a finalizer, in the middle of it."""
+    transfer = PinnedStagedTransfer(accelerator=simulated, chunk_elements=4)
+    first, second = (simulated.device_empty(8, dtype=torch.float32) for _ in range(2))
+    entered = []
+
+    def enter():
+        if not entered:
+            entered.append(1)
+            transfer.copy(second, torch.ones(8)) if again == "submit" else transfer.close()
+
+    if method == "unpin_memory":
+        unpin = simulated.unpin_memory
+        simulated.unpin_memory = lambda memory: (unpin(memory), enter())[0]
+    else:
+        make = simulated.Event
+
+        def make_interrupted():
+            event = make()
+            synchronize = event.synchronize
+            event.synchronize = lambda: (enter(), synchronize())
+            return event
+
+        simulated.Event = make_interrupted
+    transfer.submit(first, torch.arange(8.0))
+    transfer.close()
+    assert entered
+    assert first.tolist() == list(range(8))
+    assert again == "close" or second.tolist() == [1.0] * 8
+    assert transfer.pinned_bytes == simulated.pinned_bytes == 0
+
+
+def test_a_close_inside_a_submit_that_fails_is_told_of(simulated):
+    transfer = PinnedStagedTransfer(accelerator=simulated, chunk_elements=4)
+    destination = simulated.device_empty(8, dtype=torch.float32)
+    original = simulated.enqueue_copy
+    simulated.enqueue_copy = lambda *tensors: (transfer.close(), original(*tensors))
+    with (
+        failing(simulated, "unpin_memory", RuntimeError("lost device")),
+        pytest.raises(RuntimeError, match="lost device"),
+    ):
+        transfer.copy(destination, torch.arange(8.0))
+    simulated.enqueue_copy = original
+    transfer.close()
+    assert simulated.pinned_bytes == 0
 
 
 def test_two_strategies_in_two_threads(simulated):

@@ -188,6 +188,46 @@ def test_what_does_not_run_zero3_is_refused(engine):
     zero3.detach(engine)
 
 
+def test_attaching_what_attach_built_keeps_it_attachs(simulated, engine):
+    built = zero3.attach(engine)
+    assert zero3.attach(engine, built) is built
+    engine.optimizer._reassign_or_swap_out_partitioned_parameters(0)
+    assert simulated.pinned_bytes == 12
+    zero3.detach(engine)
+    assert simulated.pinned_bytes == 0
+
+
+def test_hooks_are_undone_through_any_sequence_of_other_patches(simulated):
+    original = vars(Stage3)[COPY_BACK]
+    first, second = Stage3(simulated), Stage3(simulated)
+    zero3.attach(first, Spy(simulated))
+    ours = vars(Stage3)[COPY_BACK]
+    setattr(Stage3, COPY_BACK, lambda self, sub_group_id: None)
+    zero3.attach(second, Spy(simulated))
+    setattr(Stage3, COPY_BACK, ours)
+    zero3.attach(first, Spy(simulated))
+    zero3.detach(first)
+    zero3.detach(second)
+    assert vars(Stage3)[COPY_BACK] is original
+
+
+def test_a_wrapper_with_an_unassigned_variable_is_no_obstacle(simulated, monkeypatch):
+    def wrap():
+        def wrapper(self, sub_group_id):
+            return later(self, sub_group_id)
+
+        monkeypatch.setattr(Stage3, COPY_BACK, wrapper)
+        zero3.attach(optimizer, spy)
+        later = original
+
+    original = vars(Stage3)[COPY_BACK]
+    optimizer, spy = Stage3(simulated), Spy(simulated)
+    wrap()
+    optimizer._reassign_or_swap_out_partitioned_parameters(0)
+    assert copy_backs(spy) == [0.0]
+    zero3.detach(optimizer)
+
+
 def test_framework_wrappers_are_looked_through(simulated):
     optimizer, spy = Stage3(simulated), Spy(simulated)
     wrapped = types.SimpleNamespace(optimizer=types.SimpleNamespace(optimizer=optimizer))

@@ -80,7 +80,7 @@ class PinnedStagedTransfer(HostToDeviceTransfer):
         self._pageable = PageableTransfer(accelerator=accelerator)
         self._lock = threading.RLock()
         self._rings: _Rings = {}
-        self._busy = False  # a submit is under way in the thread that holds the lock
+        self._busy = False  # a submit or close is under way in the thread that holds the lock
         self._refused_by: Accelerator | None = None
         self._refusal = ""
         # Runs when this object is dropped, and at exit while the accelerator still works.
@@ -94,11 +94,16 @@ class PinnedStagedTransfer(HostToDeviceTransfer):
         if self._is_forked:  # another thread of the parent may have held the lock
             return
         with self._lock:
-            for ring in self._rings.values():
+            for ring in list(self._rings.values()):
                 ring.closing = True
-            if not self._busy:  # else the submit that is under way closes when it is done
+            if self._busy:  # inside a submit or close of this thread, which closes what is marked before it ends
+                return
+            try:
+                self._busy = True
                 with accelerator_errors():
                     _close_marked(self._rings)
+            finally:
+                self._busy = False
 
     def _submit(self, destination: Tensor, source: Tensor) -> InFlightCopy:
         accelerator = self.accelerator
@@ -112,11 +117,15 @@ class PinnedStagedTransfer(HostToDeviceTransfer):
                 ring = self._ring(accelerator, destination)
                 if ring is None:
                     return self._pageable._submit(destination, source)
-                return self._stage(accelerator, ring, destination, source)
-            finally:
-                self._busy = False
+                copy = self._stage(accelerator, ring, destination, source)
+                _close_marked(self._rings)
+                return copy
+            except BaseException:
                 with contextlib.suppress(Exception):  # what stays pinned, the next close tries again
                     _close_marked(self._rings)
+                raise
+            finally:
+                self._busy = False
 
     def _stage(self, accelerator: Accelerator, ring: StagingRing, destination: Tensor, source: Tensor) -> InFlightCopy:
         event: Any = None
@@ -199,15 +208,14 @@ class PinnedStagedTransfer(HostToDeviceTransfer):
 
 
 def _close_marked(rings: _Rings) -> None:
-    """Closes and forgets every ring that is marked for it."""
-    for key, ring in list(rings.items()):
-        if ring.closing:
+    """Closes and forgets every ring of this process that is marked, also while it is at work."""
+    while marked := [(key, ring) for key, ring in list(rings.items()) if ring.closing and ring.is_ours]:
+        for key, ring in marked:
             ring.close()
-            if not ring.pinned_bytes:  # else it is the memory of the process that forked this one
-                rings.pop(key, None)
+            rings.pop(key, None)
 
 
 def _close_all(rings: _Rings) -> None:
-    for ring in rings.values():
+    for ring in list(rings.values()):
         ring.closing = True
     _close_marked(rings)

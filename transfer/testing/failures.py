@@ -33,21 +33,27 @@ METHODS = (
 class CleanFailures(Hooks):
     """Contract, point 5."""
 
-    @pytest.mark.parametrize("after", [0, 1, 4])
+    @pytest.mark.parametrize(("after", "numel"), [(0, 100), (0, 4003), (1, 4003), (4, 4003)])
     @pytest.mark.parametrize("method", METHODS)
     @pytest.mark.parametrize("error", [RuntimeError("injected"), KeyboardInterrupt(), OSError("injected")])
     def test_a_failure_is_clean(
-        self, accelerator: Accelerator, transfer: HostToDeviceTransfer, method: str, error: BaseException, after: int
+        self,
+        accelerator: Accelerator,
+        transfer: HostToDeviceTransfer,
+        method: str,
+        error: BaseException,
+        after: int,
+        numel: int,
     ) -> None:
         if method.startswith("Event"):
             skip_without(accelerator, "events")
         # A strategy may do without what it could not pin; then the copy is right and nothing is raised.
         may_do_without = method in ("pin_empty", "is_pinned") and not isinstance(error, KeyboardInterrupt)
         warnings.filterwarnings("ignore", category=FallbackWarning)
-        destination = accelerator.device_empty(4003, dtype=torch.bfloat16)
+        destination = accelerator.device_empty(numel, dtype=torch.bfloat16)
         destination.fill_(GUARD)
         accelerator.synchronize()
-        source = torch.arange(4003.0)
+        source = torch.arange(float(numel))
         new = source.bfloat16()
         raised: BaseException | None = None
         with failing(accelerator, method, error, after=after) as calls:
