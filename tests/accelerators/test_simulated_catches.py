@@ -176,7 +176,7 @@ def test_a_blocking_copy_that_another_stream_still_reads_is_caught(seed):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_asking_whether_work_is_done_orders_nothing(seed):
     accelerator = SimulatedAccelerator(seed)
-    second, producer, consumer = chain(accelerator, ordered=True)
+    second, _, consumer = chain(accelerator, ordered=True)
     third = accelerator.device_empty(4, dtype=torch.float32)
     assert not consumer.query()
     with accelerator.stream(accelerator.Stream()):
