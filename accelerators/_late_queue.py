@@ -11,12 +11,14 @@ missing wait is wrong only sometimes. Here it is wrong always:
 
 from __future__ import annotations
 
+import functools
 import random
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,9 +52,10 @@ class _Operation:
 
     def run(self) -> None:
         if self.copy is not None:
+            deliver = delivery(*self.copy, poisoned=self.races)
             with torch.no_grad():
-                if not self.ran:  # asked last, for a signal handler that waits may have run it meanwhile
-                    run_copy(*self.copy, poisoned=self.races)
+                # One C call right after the question: a signal handler that waits may have run it before.
+                self.ran or deliver()
         self.ran = True
         if self.completes is not None:
             self.completes.done = True
@@ -167,9 +170,10 @@ class LateQueue:
         assert old.copy is not None  # noqa: S101 - for the type checker
         assert new.copy is not None  # noqa: S101 - likewise
         (old_written, old_read), (new_written, new_read) = old.copy, new.copy
-        if share_elements(new_written, old_read):
+        both_write = share_elements(new_written, old_written)
+        if both_write or share_elements(new_written, old_read):
             old.races = True
-        if share_elements(new_read, old_written) or share_elements(new_written, old_written):
+        if both_write or share_elements(new_read, old_written):
             new.races = True
 
     def _step(self, stream: SimulatedStream, entry: _Operation) -> None:
@@ -180,16 +184,16 @@ class LateQueue:
             self._steps += 1
 
 
-def run_copy(destination: Tensor, source: Tensor, poisoned: bool = False) -> None:
-    """The copy itself, now; with ``poisoned``, wrong values: NaN, -1, or for truth values the opposite."""
+def delivery(destination: Tensor, source: Tensor, poisoned: bool = False) -> Callable[[], Any]:
+    """The copy, to be called; with ``poisoned``, of wrong values: NaN, -1, or the opposite truth value."""
     if not poisoned:
-        destination.copy_(source)
-    elif destination.dtype == torch.bool:
-        destination.copy_(source.logical_not())
-    elif destination.element_size() == 1:
-        destination.view(torch.uint8).fill_(0xFF)
-    else:
-        destination.fill_(float("nan") if destination.is_floating_point() or destination.is_complex() else -1)
+        return functools.partial(destination.copy_, source)
+    if destination.dtype == torch.bool:
+        return functools.partial(destination.copy_, source.logical_not())
+    if destination.element_size() == 1:
+        return functools.partial(destination.view(torch.uint8).fill_, 0xFF)
+    has_nan = destination.is_floating_point() or destination.is_complex()
+    return functools.partial(destination.fill_, float("nan") if has_nan else -1)
 
 
 class SimulatedStream:

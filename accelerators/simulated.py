@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from ._late_queue import LateQueue, SimulatedEvent, SimulatedStream, run_copy
+from ._late_queue import LateQueue, SimulatedEvent, SimulatedStream
 from ._memory_ranges import MemoryRanges, Storages
 from .errors import InFlightError
 from .overlap import span_bytes
@@ -37,7 +37,7 @@ class SimulatedAccelerator:
       order that the streams allow and ``seed`` picks. Copies between device tensors are queued too.
     * As on CUDA, a copy from host memory that is not pinned, or that casts, blocks.
     * Two copies on different streams that touch the same memory, at least one of them writing, without
-      an event that orders them: the one that reads, or else the later one, delivers NaNs (-1 in integers).
+      an event that orders them: the one that reads, or both that write, deliver NaNs (-1 in integers).
     * ``pinned_bytes`` counts what is pinned or registered and was not given back. Pinned memory is
       kept until ``unpin_memory``, so a leak stays visible.
     * Faults: replace a public method on the instance (``accelerators.testing.failing`` does).
@@ -180,7 +180,7 @@ class SimulatedAccelerator:
         writable = self.on_device(destination) or self.is_pinned(destination)
         if not (self.on_device(source) or self.on_device(destination)):
             with torch.no_grad():
-                run_copy(destination, source)
+                destination.copy_(source)
             return
         stream = self._queue.current_stream
         self._queue.enqueue(stream, destination.detach(), source.detach())

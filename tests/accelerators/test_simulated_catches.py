@@ -1,5 +1,7 @@
 """The simulated accelerator turns every missing wait into wrong values, on every run and every seed."""
 
+import functools
+
 import pytest
 import torch
 
@@ -158,7 +160,7 @@ def test_two_streams_that_write_the_same_memory_are_caught(seed):
         with accelerator.stream(accelerator.Stream()):
             accelerator.enqueue_copy(destination, pinned)
     accelerator.synchronize()
-    assert destination.isnan().all() or destination.tolist() == [1] * 4, "the second copy must not look right"
+    assert destination.isnan().all()
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -237,7 +239,9 @@ def order_of_copies(seed, monkeypatch):
     """In which order four copies on each of three independent streams run."""
     simulated = SimulatedAccelerator(seed)
     ran = []
-    monkeypatch.setattr(_late_queue, "run_copy", lambda destination, source, poisoned: ran.append(int(source)))
+    monkeypatch.setattr(
+        _late_queue, "delivery", lambda destination, source, poisoned: functools.partial(ran.append, int(source))
+    )
     for value in range(12):
         source = simulated.pin_empty(1, dtype=torch.float32)
         source.fill_(value)
