@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from typing import Generic, TypeVar, cast
 
@@ -30,10 +30,19 @@ class Registry(Generic[T]):
         group: The entry-point group (``"transfer.accelerators"``).
         refused: Raised by ``add`` and for a name that two parties claim.
         unknown: Raised by ``get`` for a name that nobody registered.
+        synonyms: What people call things, in lower case, to the name that is meant; for hints alone.
     """
 
-    def __init__(self, kind: str, group: str, refused: type[Exception], unknown: type[Exception]) -> None:
+    def __init__(
+        self,
+        kind: str,
+        group: str,
+        refused: type[Exception],
+        unknown: type[Exception],
+        synonyms: Mapping[str, str] | None = None,
+    ) -> None:
         self._kind, self._group = kind, group
+        self._synonyms = synonyms or {}
         self._refused, self._unknown = refused, unknown
         self._entries: dict[str, T] = {}
         self._lock = threading.RLock()
@@ -81,10 +90,10 @@ class Registry(Generic[T]):
                 return self._entries[name]
         raise self._unknown(self.explain_unknown(name))
 
-    def explain_unknown(self, name: object, meant: str | None = None) -> str:
+    def explain_unknown(self, name: object) -> str:
         """The sentence that tells a user which names exist and which was probably meant."""
         names = self.names()
-        guess = meant or (nearest(name, names) if isinstance(name, str) else None)
+        guess = self._synonyms.get(name.lower()) or nearest(name, names) if isinstance(name, str) else None
         hint = f" Did you mean {guess!r}?" if guess else ""
         return f"unknown {self._kind} {name!r}.{hint} Registered: {', '.join(names)}."
 

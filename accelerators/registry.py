@@ -19,13 +19,6 @@ from .protocol import REQUIRED_MEMBERS, Accelerator
 
 Factory = Callable[[], Accelerator]
 
-_registry: Registry[Factory] = Registry(
-    "accelerator", "transfer.accelerators", AcceleratorRegistrationError, UnknownAcceleratorError
-)
-_made: dict[str, Accelerator] = {}
-_chosen: Accelerator | None = None
-_lock = threading.RLock()
-
 #: What people call accelerators, and DeepSpeed's name for each.
 _SYNONYMS = {
     "gpu": "cuda",
@@ -39,6 +32,13 @@ _SYNONYMS = {
     "metal": "mps",
     "host": "cpu",
 }
+
+_registry: Registry[Factory] = Registry(
+    "accelerator", "transfer.accelerators", AcceleratorRegistrationError, UnknownAcceleratorError, _SYNONYMS
+)
+_made: dict[str, Accelerator] = {}
+_chosen: Accelerator | None = None
+_lock = threading.RLock()
 
 
 def register_accelerator(name: str, factory: Factory) -> None:
@@ -79,8 +79,7 @@ def available_accelerators() -> tuple[str, ...]:
 
 def explain_unknown(name: object) -> str:
     """The sentence for a name that nobody registered, with the nearest one that somebody did."""
-    meant = _SYNONYMS.get(str(name).lower())
-    return _registry.explain_unknown(name, meant)
+    return _registry.explain_unknown(name)
 
 
 def get_accelerator(name: str | None = None) -> Accelerator:
@@ -104,8 +103,6 @@ def get_accelerator(name: str | None = None) -> Accelerator:
         return current_deepspeed_accelerator()
     with _lock:
         if name not in _made:
-            if name not in _registry.names():
-                raise UnknownAcceleratorError(explain_unknown(name))
             _made[name] = _make(name, _registry.get(name))
         return _made[name]
 

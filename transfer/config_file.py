@@ -52,6 +52,11 @@ def load_config(path: str | os.PathLike[str]) -> TransferConfig:
     return _validate(section or {}, ROOT, file, {location[1:]: line for location, line in lines.items()})
 
 
+def environment_path() -> str:
+    """The file that ``$H2D_CONFIG`` names; empty where it is unset or blank."""
+    return os.environ.get(ENVIRONMENT_VARIABLE, "").strip()
+
+
 def resolve_config(config: ConfigLike | None, origin: str = "") -> TransferConfig:
     """The configuration that ``config`` stands for.
 
@@ -64,7 +69,7 @@ def resolve_config(config: ConfigLike | None, origin: str = "") -> TransferConfi
         ConfigError: As ``load_config``, or ``config`` is of another kind.
     """
     if config is None:
-        path = os.environ.get(ENVIRONMENT_VARIABLE, "").strip()
+        path = environment_path()
         return load_config(path) if path else TransferConfig()
     if isinstance(config, TransferConfig):
         return config

@@ -153,6 +153,9 @@ def uninstall() -> None:
     """Undoes ``install``: the engines it attached get DeepSpeed's own copy back. Twice is fine.
 
     Engines that ``attach`` was called for stay attached.
+
+    Raises:
+        Exception: What closing a transfer raises; everything is uninstalled all the same.
     """
     global _installed
     with _lock:
@@ -179,7 +182,8 @@ def _attach(optimizer: Any, attachment: _Attachment) -> HostToDeviceTransfer:
             transfer.close()
         raise
     # Masters on NVMe are nowhere in memory until a step swaps them in.
-    if not crossing and optimizer.offload_optimizer and not optimizer.swap_optimizer:
+    in_memory = getattr(optimizer, "offload_optimizer", False) and not getattr(optimizer, "swap_optimizer", False)
+    if in_memory and not crossing:
         logger.warning(
             "none of the %d sub-groups of this ZeRO-3 engine has its master partition on the host and its "
             "low-precision partition on the device: while that is so, DeepSpeed's own copy-back stays in use",
@@ -249,16 +253,20 @@ def _configure_zero_optimizer(original: Callable[..., Any], engine: Any, *args: 
     # Before the optimizer is built: a mistake in the configuration should not cost that wait.
     config = config_for_engine(_installed.config, _deepspeed_config(engine))
     optimizer = original(engine, *args, **kwargs)
-    if all(hasattr(optimizer, name) for name in _NEEDED):
+    if _is_zero3(optimizer):
         _attach(optimizer, _Attachment(build_transfer(config), config, by_install=True))
     return optimizer
+
+
+def _is_zero3(candidate: Any) -> bool:
+    return all(hasattr(candidate, name) for name in _NEEDED)
 
 
 def _zero3_optimizer(engine: Any) -> Any:
     """The ZeRO-3 optimizer in an engine, a wrapper of one, or itself; None where there is none."""
     candidate = engine
     for _ in range(4):  # framework wrapper -> engine -> optimizer wrapper -> optimizer
-        if all(hasattr(candidate, name) for name in _NEEDED):
+        if _is_zero3(candidate):
             return candidate
         candidate = getattr(candidate, "optimizer", None)
     return None
@@ -270,5 +278,5 @@ def _deepspeed_config(engine: Any) -> Mapping[str, Any]:
 
 
 def _unhook_if_unused() -> None:
-    if _installed is None and not len(_attachments):
+    if _installed is None and not _attachments:
         hooks.remove_all()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +10,7 @@ from accelerators.plugins import nearest
 
 from .config import TransferConfig
 from .config_errors import shown
-from .config_file import ENVIRONMENT_VARIABLE, ConfigLike, resolve_config
+from .config_file import ENVIRONMENT_VARIABLE, ConfigLike, environment_path, resolve_config
 from .errors import ConfigError, ConfigProblem
 
 #: Top-level key of a DeepSpeed config that holds our section, or the path of a YAML file with it.
@@ -41,7 +40,7 @@ def config_for_engine(argument: ConfigLike | None, deepspeed_config: Mapping[str
     if argument is not None:
         return resolve_config(argument)
     section = deepspeed_config.get(SECTION)
-    if os.environ.get(ENVIRONMENT_VARIABLE):
+    if environment_path():
         if section is not None:
             logger.warning("$%s overrides %s of the DeepSpeed config", ENVIRONMENT_VARIABLE, SECTION)
         return resolve_config(None)

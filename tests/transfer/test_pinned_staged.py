@@ -340,6 +340,17 @@ def test_a_close_that_is_entered_again_leaks_nothing(simulated, method, again):
     assert transfer.pinned_bytes == simulated.pinned_bytes == 0
 
 
+def test_a_close_inside_a_copy_that_another_strategy_does_closes_the_other_rings(simulated):
+    transfer = PinnedStagedTransfer(accelerator=simulated, chunk_elements=4)
+    transfer.copy(simulated.device_empty(8, dtype=torch.bfloat16), torch.arange(8.0))
+    simulated.pin_limit_bytes = simulated.pinned_bytes
+    original = simulated.enqueue_copy
+    simulated.enqueue_copy = lambda *tensors: (transfer.close(), original(*tensors))
+    with pytest.warns(FallbackWarning):
+        transfer.copy(simulated.device_empty(8, dtype=torch.float32), torch.arange(8.0))
+    assert transfer.pinned_bytes == simulated.pinned_bytes == 0
+
+
 def test_a_close_inside_a_submit_that_fails_is_told_of(simulated):
     transfer = PinnedStagedTransfer(accelerator=simulated, chunk_elements=4)
     destination = simulated.device_empty(8, dtype=torch.float32)

@@ -26,7 +26,9 @@ def test_then_the_environment(engine, environment, caplog):
     assert "$H2D_CONFIG overrides host_to_device_transfer of the DeepSpeed config" in caplog.text
 
 
-def test_then_the_deepspeed_config(engine):
+@pytest.mark.parametrize("blank", ["", "  "])
+def test_then_the_deepspeed_config(engine, monkeypatch, blank):
+    monkeypatch.setenv("H2D_CONFIG", blank)
     assert chunk(zero3.attach(engine)) == 3
 
 

@@ -115,9 +115,10 @@ class PinnedStagedTransfer(HostToDeviceTransfer):
             try:
                 self._busy = True
                 ring = self._ring(accelerator, destination)
-                if ring is None:
-                    return self._pageable._submit(destination, source)
-                copy = self._stage(accelerator, ring, destination, source)
+                if ring is not None:
+                    copy = self._stage(accelerator, ring, destination, source)
+                else:
+                    copy = self._pageable._submit(destination, source)
                 _close_marked(self._rings)
                 return copy
             except BaseException:
