@@ -14,6 +14,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -100,15 +101,8 @@ def failing(
         setattr(made, inner, guarded(getattr(made, inner)))
         return made
 
-    had = vars(accelerator).get(owner, calls)
-    setattr(accelerator, owner, with_guarded_method if inner else guarded(original))
-    try:
+    with mock.patch.object(accelerator, owner, with_guarded_method if inner else guarded(original)):
         yield calls
-    finally:
-        if had is calls:
-            delattr(accelerator, owner)
-        else:
-            setattr(accelerator, owner, original)
 
 
 class AcceleratorConformance:

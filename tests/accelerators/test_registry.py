@@ -3,7 +3,6 @@
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 
@@ -21,8 +20,7 @@ from accelerators import (
     unregister_accelerator,
 )
 from accelerators.simulated import SimulatedAccelerator
-
-ROOT = Path(__file__).parents[2]
+from tests.running import ROOT, run_program, run_python
 
 
 @pytest.fixture
@@ -207,28 +205,13 @@ def test_the_vendor_example_as_an_installed_package(tmp_path):
             assert transfer.pinned_bytes == 12
         print("done")
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        env={"PYTHONPATH": f"{site}:{ROOT}:{':'.join(sys.path)}", "PATH": ""},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = run_program(program, path=[site])
     assert done.stdout == "done\n", done.stderr
 
 
 def test_the_vendor_examples_own_tests_pass():
     example = ROOT / "examples" / "acme_accelerator"
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(example)],
-        env={"PYTHONPATH": f"{example}:{ROOT}:{':'.join(sys.path)}", "PATH": ""},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
+    done = run_python("-m", "pytest", "-q", "-p", "no:cacheprovider", str(example), path=[example], timeout=250)
     assert done.returncode == 0, done.stdout[-3000:]
     assert " passed" in done.stdout
 
@@ -240,14 +223,8 @@ def test_require_accelerator_turns_a_skip_into_a_failure(tmp_path):
     )
 
     def run(*options):
-        return subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-p", "accelerators.pytest_plugin", *options, str(tmp_path)],
-            env={"PYTHONPATH": f"{ROOT}:{':'.join(sys.path)}", "PATH": ""},
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
+        return run_python(
+            "-m", "pytest", "-q", "-p", "accelerators.pytest_plugin", *options, str(tmp_path), cwd=tmp_path
         )
 
     if "passed" in (skipped := run()).stdout:

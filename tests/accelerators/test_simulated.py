@@ -1,11 +1,7 @@
 """What the simulated accelerator promises beyond the conformance suite."""
 
 import gc
-import subprocess
-import sys
-import textwrap
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +9,7 @@ import torch
 from accelerators import AcceleratorError, InFlightError
 from accelerators.simulated import SimulatedAccelerator
 from accelerators.testing import failing
+from tests.running import run_program
 
 
 def pinned_values(accelerator, values):
@@ -297,13 +294,5 @@ def test_a_signal_handler_may_wait_at_any_moment():
         transfer.close()
         assert simulated.pinned_bytes == 0
     """
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        env={"PYTHONPATH": f"{root}:{':'.join(sys.path)}", "PATH": ""},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = run_program(program)
     assert done.returncode == 0, done.stderr

@@ -1,17 +1,15 @@
 """What ``pinned_staged`` does with its buffers, seen from the accelerator."""
 
 import contextlib
-import subprocess
-import sys
 import threading
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
 
 from accelerators.simulated import SimulatedAccelerator
 from accelerators.testing import failing
+from tests.running import run_python
 from transfer import (
     ConfigError,
     FallbackWarning,
@@ -430,16 +428,8 @@ def test_bad_sizes_are_refused_before_anything_is_pinned(simulated, field, value
 
 
 def test_bad_sizes_do_not_abort_under_the_native_pinning_backend():
-    root = Path(__file__).parents[2]
     program = "from transfer import PinnedStagedTransfer\nPinnedStagedTransfer(chunk_elements=2**36)"
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={"PYTHONPATH": f"{root}:{':'.join(sys.path)}", "DS_PIN_MEMORY_BACKEND": "native", "PATH": ""},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = run_python("-c", program, environment={"DS_PIN_MEMORY_BACKEND": "native"})
     assert done.returncode == 1
     assert "ConfigError: chunk_elements: found 68719476736 (int): expected from 1 to 1073741824 elements" in done.stderr
 

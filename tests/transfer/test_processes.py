@@ -1,13 +1,11 @@
 """Exits and forks, each in a process of its own."""
 
-import subprocess
-import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.running import run_python
+
 PREAMBLE = """
 import atexit
 at_exit = []
@@ -22,14 +20,7 @@ destination = simulated.device_empty(10, dtype=torch.bfloat16)
 
 
 def run(program, timeout=120):
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-c", PREAMBLE + textwrap.dedent(program)],
-        env={"PYTHONPATH": f"{ROOT}:{':'.join(sys.path)}", "PATH": ""},
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
+    return run_python("-W", "error", "-c", PREAMBLE + textwrap.dedent(program), timeout=timeout)
 
 
 @pytest.mark.parametrize(
@@ -141,12 +132,5 @@ def test_importing_transfer_starts_nothing():
 
 def test_importing_accelerators_needs_neither_torch_nor_deepspeed():
     program = "import sys, accelerators; assert not {'torch', 'deepspeed'} & set(sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={"PYTHONPATH": f"{ROOT}:{':'.join(sys.path)}", "PATH": ""},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = run_python("-c", program, timeout=60)
     assert done.returncode == 0, done.stderr

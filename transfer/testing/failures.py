@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -115,11 +116,8 @@ class CleanFailures(Hooks):
 
         for turn in (1, 3):
             calls.clear()
-            accelerator.enqueue_copy = interrupted  # type: ignore[method-assign]  # on this instance, for a moment
-            try:
+            with mock.patch.object(accelerator, "enqueue_copy", interrupted):
                 transfer.copy(outer, torch.arange(4000.0))
-            finally:
-                accelerator.enqueue_copy = original  # type: ignore[method-assign]  # as above
             assert torch.equal(outer.cpu(), torch.arange(4000.0).bfloat16())
             assert turn > 1 or (inner.cpu() == 7).all()
 
@@ -133,10 +131,7 @@ class CleanFailures(Hooks):
             original(destination, source)
 
         destination = accelerator.device_empty(4000, dtype=torch.bfloat16)
-        accelerator.enqueue_copy = interrupted  # type: ignore[method-assign]  # on this instance, for a moment
-        try:
+        with mock.patch.object(accelerator, "enqueue_copy", interrupted):
             transfer.copy(destination, torch.arange(4000.0))
-        finally:
-            accelerator.enqueue_copy = original  # type: ignore[method-assign]  # as above
         assert torch.equal(destination.cpu(), torch.arange(4000.0).bfloat16())
         assert transfer.pinned_bytes == 0
