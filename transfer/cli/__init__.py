@@ -1,0 +1,34 @@
+"""The console command ``h2d``. Each sub-command is a module, loaded when it is asked for."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+#: Sub-command -> where its ``main(arguments) -> exit status`` is, and what it does.
+COMMANDS = {
+    "bench": ("transfer.cli.bench", "measure strategies and baselines; `h2d bench zero3` measures whole steps"),
+    "run": ("transfer.cli.run", "run a training script with every ZeRO-3 engine attached, without a change to it"),
+    "tune": ("transfer.cli.tune", "measure this machine and write the profile that `strategy: measured` uses"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one sub-command.
+
+    Returns:
+        The exit status: 0, 1 where the work failed, 2 where the arguments are wrong.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given and given[0] in COMMANDS:
+        status: int = importlib.import_module(COMMANDS[given[0]][0]).main(given[1:])
+        return status
+    if given and given[0] not in ("-h", "--help"):
+        from accelerators.plugins import nearest
+
+        hint = nearest(given[0], list(COMMANDS))
+        print(f"h2d: unknown command {given[0]!r}" + (f"; did you mean {hint!r}?" if hint else ""), file=sys.stderr)
+    lines = "\n".join(f"  {name:8}{summary}" for name, (_, summary) in COMMANDS.items())
+    print(f"usage: h2d COMMAND [options]\n\n{lines}\n\n`h2d COMMAND --help` lists its options.")
+    return 0 if not given or given[0] in ("-h", "--help") else 2

@@ -1,0 +1,112 @@
+"""Runs a measurement in one process, or on several ranks of this host at once.
+
+A worker is a function ``worker(options, ranks) -> result`` at the top of a module. Options and result
+are what JSON can hold. Every rank calls it; what rank 0 returns is the result.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+
+class Ranks:
+    """The ranks that measure together. Without a process group it stands for a single one."""
+
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        self.rank = rank
+        self.size = size
+
+    def barrier(self) -> None:
+        """Blocks until every rank is here."""
+        if self.size > 1:
+            import torch.distributed
+
+            torch.distributed.barrier()
+
+    def gather(self, value: Any) -> list[Any]:
+        """The value of every rank, on every rank, in order. Blocks until all have given theirs."""
+        if self.size == 1:
+            return [value]
+        import torch.distributed
+
+        values = [None] * self.size
+        torch.distributed.all_gather_object(values, value)
+        return values
+
+
+class RanksFailedError(RuntimeError):
+    """A rank ended with an error, which it has printed."""
+
+
+def launch(
+    worker: str, options: Mapping[str, Any], ranks: int = 1, *, threads: int | None = None, spawn: bool = False
+) -> Any:
+    """Runs a worker on ``ranks`` processes and returns what it returned on rank 0.
+
+    Args:
+        worker: ``"module:function"``.
+        options: Handed to the worker as they are.
+        ranks: How many. One runs in this process.
+        threads: Host threads of each rank; None: torch's own choice for one rank, the cores
+            shared out for several.
+        spawn: Start a process for a single rank as well.
+
+    Raises:
+        RanksFailedError: A rank failed.
+    """
+    if ranks == 1 and not spawn:
+        if threads is not None:
+            import torch
+
+            torch.set_num_threads(threads)
+        return _function(worker)(dict(options), Ranks())
+    share = threads if threads is not None else max(1, len(os.sched_getaffinity(0)) // ranks)
+    with tempfile.TemporaryDirectory(prefix="h2d-") as directory:
+        given, result = Path(directory, "options.json"), Path(directory, "result.json")
+        given.write_text(json.dumps({"worker": worker, "options": dict(options)}))
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+        command = [*torchrun, "-m", __name__, str(given), str(result)]
+        done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": str(share)}, check=False)
+        if done.returncode != 0 or not result.exists():
+            raise RanksFailedError(f"{worker} failed on {ranks} ranks (exit status {done.returncode}); see above")
+        return json.loads(result.read_text())
+
+
+def _function(worker: str) -> Callable[[dict[str, Any], Ranks], Any]:
+    module, _, name = worker.partition(":")
+    function: Callable[[dict[str, Any], Ranks], Any] = getattr(importlib.import_module(module), name)
+    return function
+
+
+def _one_rank() -> None:
+    given, result = Path(sys.argv[1]), Path(sys.argv[2])
+    spec = json.loads(given.read_text())
+    import torch
+    import torch.distributed
+
+    from accelerators import get_accelerator
+
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    name = spec["options"].get("accelerator")
+    accelerator = get_accelerator(name)
+    torch.distributed.init_process_group("gloo")
+    ranks = Ranks(torch.distributed.get_rank(), torch.distributed.get_world_size())
+    # Each rank has a device of its own: entering a stream makes its device current.
+    with accelerator.stream(accelerator.current_stream(int(os.environ["LOCAL_RANK"]))):
+        returned = _function(spec["worker"])(spec["options"], ranks)
+    if ranks.rank == 0:
+        result.write_text(json.dumps(returned))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _one_rank()
