@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from .deepspeed_adapter import DeepSpeedAdapter
 
@@ -16,6 +17,12 @@ class CudaAccelerator(DeepSpeedAdapter):
         if not torch.cuda.is_available():
             return f"CUDA is not available: torch {torch.__version__} finds no usable GPU or driver."
         return None
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        # Under DS_PIN_MEMORY_BACKEND=native, DeepSpeed says True for memory that it could page-lock but
+        # not register, which the device does not read directly. The runtime knows.
+        of_the_runtime = getattr(self._deepspeed, "_torch_is_pinned", None)
+        return super().is_pinned(tensor) if of_the_runtime is None else bool(of_the_runtime(tensor))
 
     def register_host_memory(self, address: int, num_bytes: int) -> bool:
         try:

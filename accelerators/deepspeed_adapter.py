@@ -67,6 +67,7 @@ class DeepSpeedAdapter:
             registers_host_memory=registers,
             copies_asynchronously=streams,
             pin_rounds_to_power_of_two=not _pins_natively(),
+            register_alignment_bytes=self._alignment(),
             reasons=reasons,
         )
 
@@ -123,6 +124,18 @@ class DeepSpeedAdapter:
         # A non-blocking copy that also casts would cast on the device, out of a temporary of the
         # source's size (DeepSpeed issue 7307). Between device tensors the flag changes nothing.
         destination.copy_(source, non_blocking=destination.dtype == source.dtype and self.is_pinned(source))
+
+    def range_push(self, message: str) -> None:
+        """Opens a named range in the vendor's profiler, where there is one."""
+        self._deepspeed.range_push(message)
+
+    def range_pop(self) -> None:
+        """Closes the range that ``range_push`` opened last."""
+        self._deepspeed.range_pop()
+
+    def _alignment(self) -> int:
+        alignment = getattr(self._deepspeed, "pin_memory_alignment", None)  # since 0.19.8
+        return 1 if alignment is None else int(alignment())
 
     def _overrides(self, method: str) -> bool:
         """Whether the backend has its own ``method``, not just the refusal in DeepSpeed's base class."""

@@ -28,6 +28,8 @@ class Capabilities:
         copies_asynchronously: A copy from pinned memory returns before the bytes have crossed.
         pin_rounds_to_power_of_two: ``pin_empty`` really takes the next power of two of the bytes
             asked for, as torch's caching host allocator does (pytorch issue 150517).
+        register_alignment_bytes: ``register_host_memory`` wants addresses that are multiples of this;
+            callers round down.
         reasons: For a capability that is False, its name and why, as one sentence.
     """
 
@@ -37,6 +39,7 @@ class Capabilities:
     registers_host_memory: bool
     copies_asynchronously: bool
     pin_rounds_to_power_of_two: bool = False
+    register_alignment_bytes: int = 1
     reasons: Mapping[str, str] = field(default_factory=dict)
 
     def why_not(self, *names: str) -> str | None:

@@ -83,13 +83,15 @@ def failing(
     """
     owner, _, inner = method.partition(".")
     calls: list[str] = []
+    active = True
 
     def guarded(call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call, assigned=())
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            calls.append(method)
-            if after < len(calls) <= after + times:
-                raise error
+            if active:  # objects that were made in the block may be used after it
+                calls.append(method)
+                if after < len(calls) <= after + times:
+                    raise error
             return call(*args, **kwargs)
 
         return wrapper
@@ -102,7 +104,10 @@ def failing(
         return made
 
     with mock.patch.object(accelerator, owner, with_guarded_method if inner else guarded(original)):
-        yield calls
+        try:
+            yield calls
+        finally:
+            active = False
 
 
 class AcceleratorConformance:

@@ -42,7 +42,14 @@ from .interface import HostToDeviceTransfer
 from .policy import Decision, TransferPolicy
 from .registry import get_strategy, register_strategy, strategy_names, unregister_strategy
 from .routed import build_transfer
-from .strategies import PageableTransfer, PinnedStagedConfig, PinnedStagedTransfer
+from .stats import StrategyStats
+from .strategies import (
+    PageableTransfer,
+    PinnedDirectConfig,
+    PinnedDirectTransfer,
+    PinnedStagedConfig,
+    PinnedStagedTransfer,
+)
 from .strategy_config import StrategyConfig
 
 __all__ = [
@@ -62,12 +69,15 @@ __all__ = [
     "InvalidTensorError",
     "NotATensorError",
     "PageableTransfer",
+    "PinnedDirectConfig",
+    "PinnedDirectTransfer",
     "PinnedMemoryWarning",
     "PinnedStagedConfig",
     "PinnedStagedTransfer",
     "Rule",
     "StrategyConfig",
     "StrategyRegistrationError",
+    "StrategyStats",
     "StrategyUnavailableError",
     "TransferConfig",
     "TransferError",

@@ -12,7 +12,16 @@ from torch import Tensor
 from typing_extensions import Self
 
 from .config_errors import UNDERSTOOD
-from .config_fields import AcceleratorName, DtypeName, Flag, SizeBytes, StrategyName, refuse
+from .config_fields import (
+    AcceleratorName,
+    Completion,
+    DtypeName,
+    Flag,
+    SizeBytes,
+    StrategyName,
+    StrategyOrMeasured,
+    refuse,
+)
 from .errors import StrategyRegistrationError
 from .registry import get_strategy, strategy_names
 from .strategy_config import ConfigModel, StrategyConfig
@@ -71,7 +80,10 @@ class TransferConfig(ConfigModel):
 
     Attributes:
         accelerator: A registered accelerator; None: what ``get_accelerator()`` returns.
-        strategy: The strategy for every copy from host to device; None: the default policy.
+        strategy: The strategy for every copy from host to device; ``measured``: for each copy the one
+            that a profile of the machine says is fastest; None: the default policy.
+        completion: ``deferred``: ZeRO-3 waits for a step's copy-backs at the end of the step, so that they
+            run behind the CPU optimizer; ``immediate``: in each copy-back, as DeepSpeed does.
         fallback: Whether a slower strategy may stand in for one that cannot run.
         rules: Looked at in order, before ``strategy`` and the default; the first match wins.
     """
@@ -80,7 +92,8 @@ class TransferConfig(ConfigModel):
     model_config = ConfigDict(frozen=True, extra="allow")
 
     accelerator: AcceleratorName | None = None
-    strategy: StrategyName | None = None
+    strategy: StrategyOrMeasured | None = None
+    completion: Completion = "deferred"
     fallback: StrictBool = True
     rules: tuple[Rule, ...] = Field(default=())
 

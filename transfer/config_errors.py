@@ -87,11 +87,13 @@ def unknown_key(key: str, model: type[BaseModel], parent: Location = ()) -> str:
         if isinstance(part, str) and here is not None:
             here = _children(here).get(part)
     allowed = _keys(here) if here is not None else []
-    elsewhere = next((path for path, keys in _all_keys(model) if key in keys and path != dotted("", parent)), None)
+    elsewhere = [path for path, keys in _all_keys(model) if key in keys and path != dotted("", parent)]
     guess = nearest(key, allowed)
     hint = ""
-    if elsewhere is not None:
-        hint = f" It belongs under {elsewhere!r}." if elsewhere else " It belongs at the top of the configuration."
+    if "" in elsewhere:
+        hint = " It belongs at the top of the configuration."
+    elif elsewhere:
+        hint = f" It belongs under {' or '.join(map(repr, elsewhere))}."
     elif guess is not None:
         hint = f" Did you mean {guess!r}?"
     return f"unknown key {key!r}.{hint} Allowed here: {', '.join(allowed) or 'nothing'}."

@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, PlainSerializer
 from pydantic_core import PydanticCustomError
 
 import accelerators.registry
+from accelerators.plugins import nearest
 
 from .registry import explain_unknown_strategy, strategy_names
 
@@ -27,6 +28,9 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)")
 #: 64 times the default: large enough for any ring, small enough to catch a slip.
 MAX_CHUNK_ELEMENTS = 2**30
 MAX_BUFFERS = 64
+#: In place of a strategy's name.
+MEASURED = "measured"
+COMPLETIONS = ("deferred", "immediate")
 
 
 def refuse(reason: str) -> PydanticCustomError:
@@ -108,6 +112,20 @@ def _strategy(value: Any) -> str:
     return value
 
 
+def _strategy_or_measured(value: Any) -> str:
+    if value == MEASURED:
+        return MEASURED
+    if isinstance(value, str) and nearest(value, [*strategy_names(), MEASURED]) == MEASURED:
+        raise refuse(f"unknown strategy {value!r}. Did you mean {MEASURED!r}?")
+    return _strategy(value)
+
+
+def _completion(value: Any) -> str:
+    if value not in COMPLETIONS:
+        raise refuse(f"expected {' or '.join(COMPLETIONS)}.{_left_out(value)}")
+    return str(value)
+
+
 def _left_out(value: Any) -> str:
     return " Leave the key out for the default." if value in ("auto", "default") else ""
 
@@ -130,3 +148,7 @@ DtypeName = Annotated[Any, BeforeValidator(_dtype), PlainSerializer(lambda dtype
 Flag = Annotated[bool | None, BeforeValidator(_flag)]
 AcceleratorName = Annotated[str, BeforeValidator(_accelerator)]
 StrategyName = Annotated[str, BeforeValidator(_strategy)]
+#: A strategy, or ``measured``: each copy takes the one that a profile of the machine says is fastest.
+StrategyOrMeasured = Annotated[str, BeforeValidator(_strategy_or_measured)]
+#: When ZeRO-3 waits for a copy-back. None only as a default.
+Completion = Annotated[str, BeforeValidator(_completion)]

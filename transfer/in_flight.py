@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from .accelerator_choice import accelerator_errors
+from .stats import Counters
 
 
 class InFlightCopy:
@@ -45,20 +48,42 @@ class InFlightCopy:
 
 
 class EventCopy(InFlightCopy):
-    """A copy that is finished when an event is, and whose source was read during ``submit``.
+    """A copy that is finished when its events are.
 
-    Keeps the destination alive until somebody has seen the copy finished.
+    Keeps the destination, and the source where it is still read, alive until somebody has seen the
+    copy finished.
+
+    Args:
+        events: The event after which the destination holds the values, or several of them.
+        destination: What is written.
+        source: What is still read, for strategies that read it after ``submit`` has returned.
+        counters: Where the seconds that ``wait`` blocks are counted.
     """
 
-    def __init__(self, event: Any, destination: Tensor) -> None:
-        self._pending: tuple[Any, Tensor] | None = (event, destination)
+    def __init__(
+        self,
+        events: Any | Sequence[Any],
+        destination: Tensor,
+        source: Tensor | None = None,
+        counters: Counters | None = None,
+    ) -> None:
+        several = tuple(events) if isinstance(events, Sequence) else (events,)
+        self._pending: tuple[tuple[Any, ...], Tensor, Tensor | None] | None = (several, destination, source)
+        self._counters = counters
 
     def wait(self) -> None:
         pending = self._pending
-        if pending is not None:
+        if pending is None:
+            return
+        started = time.perf_counter()
+        try:
             with accelerator_errors():
-                pending[0].synchronize()
+                for event in pending[0]:
+                    event.synchronize()
             self._pending = None
+        finally:
+            if self._counters is not None:
+                self._counters.add(wait_seconds=time.perf_counter() - started)
 
     def order_after(self, stream: Any) -> None:
         pending = self._pending
@@ -66,16 +91,22 @@ class EventCopy(InFlightCopy):
             return
         if stream is None:
             self.wait()
-        else:
-            with accelerator_errors():
-                stream.wait_event(pending[0])
+            return
+        with accelerator_errors():
+            for event in pending[0]:
+                stream.wait_event(event)
+
+    def release_source(self) -> None:
+        pending = self._pending
+        if pending is not None and pending[2] is not None:
+            self.wait()
 
     @property
     def done(self) -> bool:
         pending = self._pending
         if pending is not None:
             with accelerator_errors():
-                if pending[0].query():
+                if all(event.query() for event in pending[0]):
                     self._pending = None
         return self._pending is None
 

@@ -22,6 +22,8 @@ from accelerators import Accelerator
 from .accelerator_choice import AcceleratorChoice, accelerator_errors
 from .errors import ForkedProcessError
 from .in_flight import FINISHED, InFlightCopy
+from .ranges import named_range
+from .stats import Counters, StrategyStats
 from .strategy_config import StrategyConfig, strategy_config
 from .validation import validate
 
@@ -35,8 +37,8 @@ class HostToDeviceTransfer(ABC):
        stays a NaN, with any payload. Invalid copies are refused before anything is written.
     2. Nothing outside the destination is written.
     3. The source may be changed or freed once ``InFlightCopy.release_source`` has returned.
-    4. Pinned bytes are fixed by the configuration for each device and dtype copied to, shown by
-       ``pinned_bytes``, and zero after ``close``.
+    4. Pinned host memory and device scratch are bounded by the configuration, shown by ``pinned_bytes``
+       and ``scratch_bytes``, and zero after ``close``.
     5. After an error, nothing is in flight, each element of the destination is its old or its own
        new value, and the next transfer works. Errors that are not ours arrive as they are.
     6. The copy runs after the work that is queued on the caller's current stream of the
@@ -59,6 +61,9 @@ class HostToDeviceTransfer(ABC):
 
     #: The strategy's own configuration model.
     Config: ClassVar[type[StrategyConfig]] = StrategyConfig
+
+    #: What the strategy is called in ``stats`` and in profilers; the class's own name where it is empty.
+    name: ClassVar[str] = ""
 
     # Defaults of the class, for a subclass without options that leaves out ``super().__init__``.
     config: Any = None
@@ -103,8 +108,22 @@ class HostToDeviceTransfer(ABC):
 
     @property
     def pinned_bytes(self) -> int:
-        """Bytes of host memory that this object holds pinned now."""
+        """Bytes of host memory that this object holds pinned now, buffers and sources page-locked in place."""
         return 0
+
+    @property
+    def page_locked_bytes(self) -> int:
+        """The part of ``pinned_bytes`` that is sources page-locked in place, and no extra memory."""
+        return 0
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of device memory that this object holds now."""
+        return 0
+
+    def stats(self) -> dict[str, StrategyStats]:
+        """What was done since this object was made, for each strategy that took part; never reset."""
+        return {self.name or type(self).__name__: self._counters.total}
 
     def submit(self, destination: Tensor, source: Tensor) -> InFlightCopy:
         """Starts a copy. How long it blocks is the strategy's to say; ``pageable`` until the end.
@@ -129,7 +148,7 @@ class HostToDeviceTransfer(ABC):
         if not validate(destination, source):
             return FINISHED
         with self._draining(self.accelerator, destination), torch.no_grad():
-            return self._submit(destination.detach(), source.detach())
+            return self._run(destination.detach(), source.detach())
 
     def copy(self, destination: Tensor, source: Tensor) -> None:
         """``submit``, then ``wait``: blocks until the destination holds the values.
@@ -146,7 +165,18 @@ class HostToDeviceTransfer(ABC):
     def prepare(self, source: Tensor) -> None:
         """A hint: this storage will be copied from many times.
 
-        A strategy may do costly work for it now, such as page-locking. By default nothing is done.
+        A strategy may do costly work for it now, such as page-locking, which blocks. Preparing again
+        what is prepared already is cheap. By default nothing is done.
+
+        Raises:
+            StrategyUnavailableError: It is refused and ``fallback`` is false. Nothing has changed then.
+        """
+
+    def unprepare(self, source: Tensor) -> None:
+        """Undoes ``prepare`` for this storage; what was never prepared is fine.
+
+        Blocks until no copy of this object reads it. Otherwise that happens when the storage is
+        freed, and at ``close``.
         """
 
     def is_host_to_device(self, destination: Tensor, source: Tensor) -> bool:
@@ -174,6 +204,26 @@ class HostToDeviceTransfer(ABC):
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+    def _run(self, destination: Tensor, source: Tensor) -> InFlightCopy:
+        """``_submit``, counted and marked for profilers."""
+        with named_range(self._resolved, self.name or type(self).__name__):
+            copy = self._submit(destination, source)
+        self._counters.add(copies=1, num_bytes=destination.numel() * destination.element_size())
+        return copy
+
+    def _pass_on(self, strategy: HostToDeviceTransfer, destination: Tensor, source: Tensor) -> InFlightCopy:
+        """Lets another strategy make a copy that ``_submit`` was asked for."""
+        strategy._check_process()
+        copy = strategy._run(destination, source)
+        num_bytes = destination.numel() * destination.element_size()
+        self._counters.add(copies=-1, num_bytes=-num_bytes, passed_on=1)  # _run will count it here too
+        return copy
+
+    @property
+    def _counters(self) -> Counters:
+        counters: Counters = self.__dict__.setdefault("_counts", Counters())
+        return counters
 
     @abstractmethod
     def _submit(self, destination: Tensor, source: Tensor) -> InFlightCopy:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
+from typing import cast
 
 from torch import Tensor
 
 from accelerators import Accelerator
 
 from .accelerator_choice import AcceleratorChoice
+from .config_fields import MEASURED
 from .config_file import ConfigLike, resolve_config
+from .strategies import PinnedDirectConfig
 
 #: Below this many bytes the fixed cost of staging outweighs what it gains.
 SMALL_BYTES = 2**20
@@ -34,9 +38,10 @@ class TransferPolicy:
     Pure: keeps nothing about tensors seen before, pins nothing, copies nothing, warns of nothing.
     Making one calls no accelerator.
 
-    The first match decides: a copy within one side is ``pageable``; ``rules``, in order; ``strategy``;
-    under 1 MiB at the destination, an accelerator without streams, events or pinning, or a pinned source
-    that needs no cast is ``pageable``; everything else is ``pinned_staged``.
+    The first match decides: a copy within one side is ``pageable``; ``rules``, in order; ``strategy``, if it
+    is not ``measured``; under 1 MiB at the destination, or an accelerator without streams, events or pinning
+    is ``pageable``. Then ``measured`` takes the fastest, and the default ``pinned_direct`` for a source that is
+    device-registered or that ``prepare`` may page-lock, and ``pinned_staged`` for everything else.
 
     Args:
         config: As for ``build_transfer``.
@@ -49,12 +54,7 @@ class TransferPolicy:
     def __init__(self, config: ConfigLike | None = None, accelerator: Accelerator | str | None = None) -> None:
         self.config = resolve_config(config)
         self._choice = AcceleratorChoice(accelerator if accelerator is not None else self.config.accelerator)
-
-    @property
-    def candidates(self) -> tuple[str, ...]:
-        """Every strategy that ``select`` can return."""
-        base = (self.config.strategy,) if self.config.strategy else ("pinned_staged",)
-        return tuple(dict.fromkeys(("pageable", *(rule.use for rule in self.config.rules), *base)))
+        self._direct = cast(PinnedDirectConfig, self.config.section("pinned_direct"))
 
     def select(self, destination: Tensor, source: Tensor) -> Decision:
         """The strategy for one copy. Takes about ten microseconds and does not block.
@@ -75,8 +75,8 @@ class TransferPolicy:
         for index, rule in enumerate(self.config.rules):
             if rule.when.holds(destination, source, pinned):
                 return Decision(rule.use, f"rules[{index}] matches ({rule.when}).")
-        if self.config.strategy is not None:
-            return Decision(self.config.strategy, f"The configuration says `strategy: {self.config.strategy}`.")
+        if self.config.strategy not in (None, MEASURED):
+            return Decision(str(self.config.strategy), f"The configuration says `strategy: {self.config.strategy}`.")
         size = destination.numel() * destination.element_size()
         if size < SMALL_BYTES:
             return Decision(
@@ -85,6 +85,53 @@ class TransferPolicy:
         obstacle = accelerator.capabilities.why_not("streams", "events", "pins_host_memory")
         if obstacle is not None:
             return Decision("pageable", obstacle)
-        if pinned and source.dtype == destination.dtype:
-            return Decision("pageable", "The source is pinned and needs no cast, so the device reads it directly.")
-        return Decision("pinned_staged", "The source is cast on the host and crosses through pinned staging buffers.")
+        return self._default(accelerator, source, pinned)
+
+    def preparing(self, source: Tensor) -> tuple[str, ...]:
+        """The strategies to which ``prepare`` should hand a source that will be copied from many times.
+
+        Raises:
+            AcceleratorFailedError: The accelerator is unknown or not available here.
+        """
+        accelerator = self._choice.resolve()
+        if not accelerator.on_host(source):
+            return ()
+        chosen = {rule.use for rule in self.config.rules}
+        if self.config.strategy not in (None, MEASURED):
+            return tuple(sorted(chosen | {str(self.config.strategy)}))
+        if (
+            source.numel() * source.element_size() >= SMALL_BYTES
+            and self._why_not_page_lock(accelerator, source) is None
+        ):
+            chosen.add("pinned_direct")
+        return tuple(sorted(chosen))
+
+    def _default(self, accelerator: Accelerator, source: Tensor, pinned: bool) -> Decision:
+        if not source.is_contiguous():
+            return Decision("pinned_staged", "The source is not contiguous, so it is cast into staging buffers.")
+        if pinned:
+            return Decision(
+                "pinned_direct", "The source is device-registered, so the device reads and casts it itself."
+            )
+        obstacle = self._why_not_page_lock(accelerator, source)
+        if obstacle is not None:
+            return Decision("pinned_staged", f"The source is cast into pinned staging buffers. {obstacle}")
+        return Decision(
+            "pinned_direct", "The source may be page-locked in place: `prepare` does it, and until then it is staged."
+        )
+
+    def _why_not_page_lock(self, accelerator: Accelerator, source: Tensor) -> str | None:
+        """Why ``prepare`` would not page-lock this source, as one sentence, or None."""
+        if not self._direct.page_lock:
+            return "`pinned_direct.page_lock` is false."
+        if not self.config.fallback:
+            # Nobody knows whether it was prepared, and not to have been would be an error.
+            return "With `fallback: false` only a source that is pinned already goes directly."
+        num_bytes = source.untyped_storage().nbytes()
+        if self._budget is not None and num_bytes > self._budget:
+            return f"Its {num_bytes} bytes are more than `pinned_direct.max_page_locked` ({self._budget})."
+        return accelerator.capabilities.why_not("registers_host_memory")
+
+    @functools.cached_property
+    def _budget(self) -> int | None:
+        return self._direct.page_lock_budget_bytes()

@@ -30,10 +30,11 @@ def register_strategy(name: str, strategy: type[HostToDeviceTransfer]) -> None:
             class. Nothing is registered then.
     """
     from .config import TransferConfig
+    from .config_fields import MEASURED
 
-    if name in TransferConfig.model_fields:
+    if name in TransferConfig.model_fields or name == MEASURED:
         raise StrategyRegistrationError(
-            f"strategy name {name!r} cannot be registered: it is a key of the configuration"
+            f"strategy name {name!r} cannot be registered: it means something else in the configuration"
         )
     _check(name, strategy)
     _registry.add(name, strategy)

@@ -11,10 +11,12 @@ from torch import Tensor
 from accelerators import Accelerator
 
 from .config_file import ConfigLike, resolve_config
+from .exclusive import ExclusiveTransfer
 from .in_flight import InFlightCopy
 from .interface import HostToDeviceTransfer
 from .policy import Decision, TransferPolicy
 from .registry import get_strategy
+from .stats import StrategyStats, merged
 
 logger = logging.getLogger("transfer")
 
@@ -44,9 +46,24 @@ class RoutedTransfer(HostToDeviceTransfer):
     def pinned_bytes(self) -> int:
         return sum(strategy.pinned_bytes for strategy in tuple(self._strategies.values()))
 
+    @property
+    def page_locked_bytes(self) -> int:
+        return sum(strategy.page_locked_bytes for strategy in tuple(self._strategies.values()))
+
+    @property
+    def scratch_bytes(self) -> int:
+        return sum(strategy.scratch_bytes for strategy in tuple(self._strategies.values()))
+
+    def stats(self) -> dict[str, StrategyStats]:
+        return merged(*(strategy.stats() for strategy in tuple(self._strategies.values())))
+
     def prepare(self, source: Tensor) -> None:
-        for name in self.policy.candidates:
+        for name in self.policy.preparing(source):
             self._strategy(name).prepare(source)
+
+    def unprepare(self, source: Tensor) -> None:
+        for strategy in tuple(self._strategies.values()):
+            strategy.unprepare(source)
 
     def close(self) -> None:
         if self._is_forked:
@@ -55,6 +72,9 @@ class RoutedTransfer(HostToDeviceTransfer):
             for strategy in tuple(self._strategies.values()):
                 closing.callback(strategy.close)
 
+    def _run(self, destination: Tensor, source: Tensor) -> InFlightCopy:
+        return self._submit(destination, source)  # the strategy counts
+
     def _submit(self, destination: Tensor, source: Tensor) -> InFlightCopy:
         decision = self.policy.select(destination, source)
         if decision not in self._logged and len(self._logged) < MOST_LOGGED:
@@ -62,7 +82,7 @@ class RoutedTransfer(HostToDeviceTransfer):
             logger.info("%s: %s", decision.strategy, decision.reason)
         strategy = self._strategy(decision.strategy)
         strategy._check_process()
-        return strategy._submit(destination, source)
+        return strategy._run(destination, source)
 
     def _strategy(self, name: str) -> HostToDeviceTransfer:
         strategy = self._strategies.get(name)
@@ -70,7 +90,10 @@ class RoutedTransfer(HostToDeviceTransfer):
             with self._lock:
                 if name not in self._strategies:
                     config = self.policy.config.section(name)
-                    self._strategies[name] = get_strategy(name)(config, self._choice.given, fallback=self.fallback)
+                    made = get_strategy(name)(config, self._choice.given, fallback=self.fallback)
+                    if isinstance(made, ExclusiveTransfer):
+                        made.share_stand_in(self._strategy)
+                    self._strategies[name] = made
                 strategy = self._strategies[name]
         return strategy
 

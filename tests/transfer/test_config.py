@@ -143,16 +143,16 @@ def test_ways_not_to_write_a_size(yaml_file, written, hint):
         (
             "transfer:\n  strategi: pageable\n",
             "FILE:2: transfer.strategi: unknown key 'strategi'. Did you mean 'strategy'? "
-            "Allowed here: accelerator, fallback, pageable, pinned_staged, rules, strategy.",
+            "Allowed here: accelerator, completion, fallback, pageable, pinned_direct, pinned_staged, rules, strategy.",
         ),
         (
             "transfer:\n  pin_memroy: true\n",
             "FILE:2: transfer.pin_memroy: unknown key 'pin_memroy'. "
-            "Allowed here: accelerator, fallback, pageable, pinned_staged, rules, strategy.",
+            "Allowed here: accelerator, completion, fallback, pageable, pinned_direct, pinned_staged, rules, strategy.",
         ),
         (
             "transfer:\n  chunk_elements: 4\n",
-            "FILE:2: transfer.chunk_elements: unknown key 'chunk_elements'. It belongs under 'pinned_staged'.",
+            "FILE:2: transfer.chunk_elements: unknown key 'chunk_elements'. It belongs under 'pinned_direct' or 'pinned_staged'.",
         ),
         (
             "transfer:\n  pinned_staged:\n    fallback: true\n",
@@ -191,7 +191,19 @@ def test_ways_not_to_write_a_size(yaml_file, written, hint):
         (
             "transfer:\n  strategy: pinned\n",
             "FILE:2: transfer.strategy: found 'pinned' (str): unknown strategy 'pinned'. Did you mean 'pinned_staged'? "
-            "Registered: pageable, pinned_staged.",
+            "Registered: pageable, pinned_direct, pinned_staged.",
+        ),
+        (
+            "transfer:\n  strategy: measure\n",
+            "FILE:2: transfer.strategy: found 'measure' (str): unknown strategy 'measure'. Did you mean 'measured'?",
+        ),
+        (
+            "transfer:\n  completion: defered\n",
+            "FILE:2: transfer.completion: found 'defered' (str): expected deferred or immediate.",
+        ),
+        (
+            "transfer:\n  pinned_direct: {max_page_locked: 64G}\n",
+            "FILE:2: transfer.pinned_direct.max_page_locked: found '64G' (str): unknown unit 'G'; write 64GiB or 64GB",
         ),
         ("transfer:\n  strategy: auto\n", "Leave the key out for the default."),
         ("transfer:\n  strategy: 3\n", "FILE:2: transfer.strategy: found 3 (int): unknown strategy 3."),

@@ -1,8 +1,9 @@
 """Every strategy against every accelerator."""
 
 import pytest
+import torch
 
-from transfer import PageableTransfer, PinnedStagedTransfer, build_transfer
+from transfer import PageableTransfer, PinnedDirectTransfer, PinnedStagedTransfer, build_transfer
 from transfer.testing import TransferConformance
 
 
@@ -30,6 +31,42 @@ class TestPinnedStagedWithOneBuffer(OnEveryAccelerator):
 class TestPinnedStagedWithFiveBuffers(OnEveryAccelerator):
     def make_transfer(self, accelerator):
         return PinnedStagedTransfer(accelerator=accelerator, chunk_elements=127, buffers=5)
+
+
+class TestPinnedDirectUnprepared(OnEveryAccelerator):
+    def make_transfer(self, accelerator):
+        config = {"strategy": "pinned_direct", "pinned_staged": {"chunk_elements": 500}}
+        return build_transfer(config, accelerator=accelerator)
+
+
+class PreparesFirst(PinnedDirectTransfer):
+    """Page-locks each source, so that the suite's own sources go directly."""
+
+    def submit(self, destination, source):
+        lazy = isinstance(source, torch.nn.parameter.UninitializedParameter)
+        if (
+            isinstance(source, torch.Tensor)
+            and source.layout is torch.strided
+            and source.device.type == "cpu"
+            and not lazy
+        ):
+            self.prepare(source)
+        return super().submit(destination, source)
+
+
+class TestPinnedDirect(OnEveryAccelerator):
+    def make_transfer(self, accelerator):
+        return PreparesFirst(accelerator=accelerator, chunk_elements=256)
+
+
+class TestPinnedDirectWithOneBuffer(OnEveryAccelerator):
+    def make_transfer(self, accelerator):
+        return PreparesFirst(accelerator=accelerator, chunk_elements=300, buffers=1)
+
+
+class TestPinnedDirectWithFiveBuffers(OnEveryAccelerator):
+    def make_transfer(self, accelerator):
+        return PreparesFirst(accelerator=accelerator, chunk_elements=127, buffers=5)
 
 
 class TestDefaultPolicy(OnEveryAccelerator):

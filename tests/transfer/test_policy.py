@@ -1,5 +1,6 @@
 """Which strategy is picked, and that the reason can be acted on."""
 
+import dataclasses
 import timeit
 
 import pytest
@@ -34,7 +35,7 @@ def pair(simulated, numel=LARGE, dtype=torch.bfloat16):
 def test_the_default_policy(simulated):
     policy = TransferPolicy({}, simulated)
     destination, source = pair(simulated)
-    assert policy.select(destination, source).strategy == "pinned_staged"
+    assert policy.select(destination, source).strategy == "pinned_direct"
     assert policy.select(source, source) == Decision("pageable", "The destination is not in the memory of simulated.")
     device_source = simulated.device_empty(LARGE, dtype=torch.float32)
     assert (
@@ -43,7 +44,7 @@ def test_the_default_policy(simulated):
     )
 
 
-@pytest.mark.parametrize(("numel", "strategy"), [(2**19 - 1, "pageable"), (2**19, "pinned_staged")])
+@pytest.mark.parametrize(("numel", "strategy"), [(2**19 - 1, "pageable"), (2**19, "pinned_direct")])
 def test_small_copies_are_pageable(simulated, numel, strategy):
     # 2^19 bf16 elements are 1 MiB at the destination.
     decision = TransferPolicy({}, simulated).select(*pair(simulated, numel))
@@ -66,11 +67,54 @@ def test_what_an_accelerator_lacks_is_the_reason():
     )
 
 
-def test_a_pinned_source_needs_staging_only_for_a_cast(simulated):
-    policy = TransferPolicy({}, simulated)
+def test_a_pinned_source_goes_directly(simulated):
+    policy = TransferPolicy({"pinned_direct": {"page_lock": False}}, simulated)
     pinned = simulated.pin_empty(LARGE, dtype=torch.float32)
-    assert policy.select(simulated.device_empty(LARGE, dtype=torch.float32), pinned).strategy == "pageable"
-    assert policy.select(simulated.device_empty(LARGE, dtype=torch.bfloat16), pinned).strategy == "pinned_staged"
+    for dtype in (torch.float32, torch.bfloat16):
+        assert policy.select(simulated.device_empty(LARGE, dtype=dtype), pinned).strategy == "pinned_direct"
+        assert policy.select(simulated.device_empty(LARGE, dtype=dtype), pinned.clone()).strategy == "pinned_staged"
+    destination = simulated.device_empty(LARGE, 2, dtype=torch.bfloat16)
+    strided = simulated.pin_empty(2, LARGE, dtype=torch.float32).t()
+    assert policy.select(destination, strided).strategy == "pinned_staged"
+
+
+def test_what_prepare_may_page_lock_goes_directly_and_the_reason_says_why_not(simulated, monkeypatch):
+    destination, source = pair(simulated)
+    assert TransferPolicy({}, simulated).select(destination, source) == Decision(
+        "pinned_direct", "The source may be page-locked in place: `prepare` does it, and until then it is staged."
+    )
+    staged = "The source is cast into pinned staging buffers. "
+    for config, reason in [
+        ({"pinned_direct": {"page_lock": False}}, "`pinned_direct.page_lock` is false."),
+        (
+            {"pinned_direct": {"max_page_locked": 4 * LARGE - 1}},
+            f"Its {4 * LARGE} bytes are more than `pinned_direct.max_page_locked` ({4 * LARGE - 1}).",
+        ),
+        ({"fallback": False}, "With `fallback: false` only a source that is pinned already goes directly."),
+    ]:
+        policy = TransferPolicy(config, simulated)
+        assert policy.select(destination, source) == Decision("pinned_staged", staged + reason)
+        assert policy.preparing(source) == ()
+    without = dataclasses.replace(
+        simulated.capabilities, registers_host_memory=False, reasons={"registers_host_memory": "Not this one."}
+    )
+    monkeypatch.setattr(SimulatedAccelerator, "capabilities", without)
+    assert TransferPolicy({}, simulated).select(destination, source).reason == staged + "Not this one."
+
+
+def test_what_is_prepared_depends_on_what_may_be_chosen(simulated):
+    large, small = torch.zeros(LARGE), torch.zeros(1000)
+    assert TransferPolicy({}, simulated).preparing(large) == ("pinned_direct",)
+    assert TransferPolicy({}, simulated).preparing(small) == ()
+    assert TransferPolicy({}, simulated).preparing(simulated.device_empty(LARGE, dtype=torch.float32)) == ()
+    assert TransferPolicy({"strategy": "measured"}, simulated).preparing(large) == ("pinned_direct",)
+    assert TransferPolicy({"strategy": "pinned_direct"}, simulated).preparing(small) == ("pinned_direct",)
+    assert TransferPolicy({"strategy": "pageable"}, simulated).preparing(large) == ("pageable",)
+    rule = {"when": {"smaller_than": 1}, "use": "pinned_direct"}
+    assert TransferPolicy({"strategy": "pageable", "rules": [rule]}, simulated).preparing(small) == (
+        "pageable",
+        "pinned_direct",
+    )
 
 
 def test_rules_come_first_and_in_order(simulated):
@@ -92,7 +136,6 @@ def test_rules_come_first_and_in_order(simulated):
     )
     pinned = simulated.pin_empty(1000, dtype=torch.float32)
     assert policy.select(simulated.device_empty(1000, dtype=torch.bfloat16), pinned).strategy == "pageable"
-    assert policy.candidates == ("pageable", "pinned_staged")
 
 
 def test_a_sub_group_that_moves_is_seen_where_it_is(simulated):
@@ -104,9 +147,9 @@ def test_a_sub_group_that_moves_is_seen_where_it_is(simulated):
     on_host = masters[0].data
     masters[0].data = on_device
     picked = [policy.select(*both).strategy for both in zip(destinations, masters, strict=True)]
-    assert picked == ["pageable"] + ["pinned_staged"] * 9
+    assert picked == ["pageable"] + ["pinned_direct"] * 9
     masters[0].data = on_host
-    assert policy.select(destinations[0], masters[0]).strategy == "pinned_staged"
+    assert policy.select(destinations[0], masters[0]).strategy == "pinned_direct"
 
 
 def test_selecting_is_pure_and_takes_microseconds(simulated):
@@ -302,7 +345,7 @@ def test_decisions_are_logged_once(simulated, caplog):
         for _ in range(3):
             transfer.copy(*pair(simulated, 4))
             transfer.copy(*pair(simulated))
-    assert [record.getMessage().split(":")[0] for record in caplog.records] == ["pageable", "pinned_staged"]
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == ["pageable", "pinned_direct"]
     with build_transfer({"rules": [{"when": {"smaller_than": 100}, "use": "pageable"}]}, simulated) as transfer:
         transfer.copy(*pair(simulated, 4))
         transfer.copy(*pair(simulated, 400))

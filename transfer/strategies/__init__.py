@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from ..registry import register_strategy
 from .pageable import PageableTransfer
+from .pinned_direct import PinnedDirectConfig, PinnedDirectTransfer
 from .pinned_staged import PinnedStagedConfig, PinnedStagedTransfer
 
 register_strategy("pageable", PageableTransfer)
+register_strategy("pinned_direct", PinnedDirectTransfer)
 register_strategy("pinned_staged", PinnedStagedTransfer)
 
-__all__ = ["PageableTransfer", "PinnedStagedConfig", "PinnedStagedTransfer"]
+__all__ = [
+    "PageableTransfer",
+    "PinnedDirectConfig",
+    "PinnedDirectTransfer",
+    "PinnedStagedConfig",
+    "PinnedStagedTransfer",
+]

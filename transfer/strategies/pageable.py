@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from torch import Tensor
 
 from ..in_flight import FINISHED, InFlightCopy
@@ -18,7 +20,10 @@ class PageableTransfer(HostToDeviceTransfer):
     Pins nothing. Source access: during ``submit``. ``submit`` blocks until the copy is done.
     """
 
+    name = "pageable"
+
     def _submit(self, destination: Tensor, source: Tensor) -> InFlightCopy:
+        started = time.perf_counter()
         accelerator = self.accelerator
         stream = accelerator.current_stream(destination.device.index)
         with accelerator.stream(stream):
@@ -27,4 +32,5 @@ class PageableTransfer(HostToDeviceTransfer):
             stream.synchronize()
         elif accelerator.capabilities.copies_asynchronously:
             accelerator.synchronize(destination.device.index)
+        self._counters.add(pieces=1, wait_seconds=time.perf_counter() - started)
         return FINISHED

@@ -28,7 +28,12 @@ METHODS = (
     "on_device",
     "on_host",
     "synchronize",
+    "Stream",
+    "device_empty",
+    "register_host_memory",
 )
+#: What a strategy may do without after an error, so that nothing is raised.
+MAY_DO_WITHOUT = ("pin_empty", "is_pinned", "register_host_memory", "device_empty")
 
 
 class CleanFailures(Hooks):
@@ -48,8 +53,10 @@ class CleanFailures(Hooks):
     ) -> None:
         if method.startswith("Event"):
             skip_without(accelerator, "events")
+        if method == "Stream":
+            skip_without(accelerator, "streams")
         # A strategy may do without what it could not pin; then the copy is right and nothing is raised.
-        may_do_without = method in ("pin_empty", "is_pinned") and not isinstance(error, KeyboardInterrupt)
+        may_do_without = method in MAY_DO_WITHOUT and not isinstance(error, KeyboardInterrupt)
         warnings.filterwarnings("ignore", category=FallbackWarning)
         destination = accelerator.device_empty(numel, dtype=torch.bfloat16)
         destination.fill_(GUARD)
@@ -78,7 +85,7 @@ class CleanFailures(Hooks):
             assert torch.equal(destination.cpu(), (source + value).bfloat16())
 
     @pytest.mark.parametrize("error", [RuntimeError("injected"), KeyboardInterrupt()])
-    @pytest.mark.parametrize("method", ["unpin_memory", "Event.synchronize", "synchronize"])
+    @pytest.mark.parametrize("method", ["unpin_memory", "unregister_host_memory", "Event.synchronize", "synchronize"])
     def test_a_close_that_fails_can_be_repeated_and_spoils_nothing(
         self, accelerator: Accelerator, method: str, error: BaseException
     ) -> None:

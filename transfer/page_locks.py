@@ -1,0 +1,183 @@
+"""Host storages page-locked in place: each once in the process, whoever asks, and never longer than it lives."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import threading
+import weakref
+
+import torch
+from torch import Tensor
+
+from accelerators import Accelerator
+
+#: Registrations that one call refuses are tried again in so many pieces.
+_PIECES = (1, 4, 16, 64)
+#: Host pages are multiples of this many bytes; pieces meet at such an address.
+_PAGE_BYTES = 4096
+
+
+class PageLock:
+    """One storage, registered with one accelerator. Made by ``page_lock``, shared by all who ask.
+
+    Attributes:
+        storage_id: The storage's identity, for as long as it lives.
+        num_bytes: Its size.
+    """
+
+    def __init__(self, accelerator: Accelerator, storage: torch.UntypedStorage) -> None:
+        self._accelerator = accelerator
+        self._storage = weakref.ref(storage)
+        self._process = os.getpid()
+        self.storage_id = storage._cdata
+        self.address = storage.data_ptr()
+        self.num_bytes = storage.nbytes()
+        self.holders = 0
+        self._pieces: list[int] = []  # the addresses at which registrations begin
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the storage lives, is where it was when it was registered, and still is registered."""
+        storage = self._storage()
+        return (
+            bool(self._pieces)
+            and self._process == os.getpid()
+            and storage is not None
+            and storage.data_ptr() == self.address
+            and storage.nbytes() == self.num_bytes
+        )
+
+    def covers(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is a view of this storage, which is registered where it is now."""
+        return self._storage() is tensor.untyped_storage() and self.is_current
+
+    def cuts(self, tensor: Tensor) -> list[int]:
+        """Element offsets in a contiguous view at which a registration ends and the next begins.
+
+        A copy that spans two registrations fails, or is slow, so chunks end there.
+        """
+        begin, size = tensor.data_ptr(), tensor.element_size()
+        offsets = sorted((piece - begin) // size for piece in self._pieces)
+        return [offset for offset in offsets if 0 < offset < tensor.numel()]
+
+    def register(self) -> None:
+        """Page-locks the storage.
+
+        Raises:
+            Exception: What the accelerator raised, or a ``RuntimeError`` where it answers False; nothing
+                is registered then.
+        """
+        tries = [number for number in _PIECES if number == 1 or self.num_bytes > number * _PAGE_BYTES]
+        for number in tries[:-1]:
+            with contextlib.suppress(Exception):
+                self._register(number)
+                return
+        self._register(tries[-1])
+
+    def _register(self, number: int) -> None:
+        try:
+            for begin, end in self._plan(number):
+                if not self._accelerator.register_host_memory(begin, end - begin):
+                    raise RuntimeError(f"{self._accelerator.name} cannot page-lock existing memory")
+                self._pieces.append(begin)
+        except BaseException:
+            self.unregister()
+            raise
+
+    def unregister(self) -> None:
+        """Gives the storage back. The caller has waited for every copy that reads it. Twice is fine.
+
+        Raises:
+            Exception: What the accelerator raised; what it did not give back is tried again next time.
+        """
+        while self._pieces and self._process == os.getpid():
+            piece = self._pieces.pop()  # first, so that being entered again asks for each once
+            try:
+                self._accelerator.unregister_host_memory(piece)
+            except BaseException:
+                self._pieces.append(piece)
+                raise
+
+    def _plan(self, number: int) -> list[tuple[int, int]]:
+        """Begin and end of ``number`` pieces that cover the storage."""
+        alignment = self._accelerator.capabilities.register_alignment_bytes
+        page = max(_PAGE_BYTES, alignment)
+        begin, end = self.address - self.address % alignment, self.address + self.num_bytes
+        bounds = (begin + (end - begin) * index // number for index in range(1, number))
+        edges = sorted({begin, end, *(bound for each in bounds if begin < (bound := each - each % page))})
+        return list(itertools.pairwise(edges))
+
+
+_locks: dict[tuple[int, int], PageLock] = {}
+_guard = threading.RLock()
+
+
+def page_lock(accelerator: Accelerator, tensor: Tensor) -> PageLock:
+    """Page-locks the whole storage of a host tensor, or joins those who have done so.
+
+    Blocks for about 50 ms a GiB when it is the first.
+
+    Returns:
+        The lock; ``leave`` gives it back.
+
+    Raises:
+        Exception: As ``PageLock.register``.
+    """
+    storage = tensor.untyped_storage()
+    key = (id(accelerator), storage._cdata)
+    with _guard:
+        lock = _locks.get(key)
+        if lock is not None and not lock.is_current:  # resized, or the finalizer below has not run yet
+            lock.unregister()
+            lock = None
+        if lock is None:
+            lock = PageLock(accelerator, storage)
+            lock.register()
+            _locks[key] = lock
+            # Takes no lock: it may run in the middle of anything. Not at exit, where copies may be in flight.
+            weakref.finalize(storage, _storage_died, key, lock).atexit = False
+        lock.holders += 1
+        return lock
+
+
+def leave(lock: PageLock) -> None:
+    """Gives back what one call of ``page_lock`` returned; the last one to leave unregisters.
+
+    Raises:
+        Exception: As ``PageLock.unregister``; the lock is not left then.
+    """
+    with _guard:
+        if lock.holders == 1:
+            lock.unregister()
+            _forget(lock)
+        lock.holders -= 1
+
+
+def joined(accelerator: Accelerator, tensor: Tensor) -> PageLock | None:
+    """As ``page_lock``, for a storage that somebody in this process has page-locked already; else None."""
+    with _guard:
+        lock = _locks.get((id(accelerator), tensor.untyped_storage()._cdata))
+        if lock is None or not lock.is_current:
+            return None
+        lock.holders += 1
+        return lock
+
+
+def stale() -> list[PageLock]:
+    """Locks whose storage has moved or was freed since: their addresses may be somebody else's now."""
+    return [lock for lock in tuple(_locks.values()) if not lock.is_current]
+
+
+def _forget(lock: PageLock) -> None:
+    for key, value in tuple(_locks.items()):
+        if value is lock:
+            _locks.pop(key, None)
+
+
+def _storage_died(key: tuple[int, int], lock: PageLock) -> None:
+    with contextlib.suppress(BaseException):  # a finalizer has nobody to tell; `stale` finds it, and it is tried again
+        lock.unregister()
+        if _locks.get(key) is lock:
+            _locks.pop(key, None)

@@ -1,0 +1,69 @@
+"""What each strategy has done: counted while it works, read through ``HostToDeviceTransfer.stats``."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True)
+class StrategyStats:
+    """Counts of one strategy since it was made. Two of them can be added and subtracted.
+
+    Attributes:
+        copies: Copies that this strategy made.
+        bytes: Bytes of their destinations.
+        pieces: Chunks that it cut them into.
+        wait_seconds: Seconds that the host was blocked for: waits for the device, and copies that block.
+        cast_seconds: Seconds that the host spent casting into staging buffers.
+        passed_on: Copies that it handed to another strategy, which counts them.
+    """
+
+    copies: int = 0
+    bytes: int = 0
+    pieces: int = 0
+    wait_seconds: float = 0.0
+    cast_seconds: float = 0.0
+    passed_on: int = 0
+
+    def __add__(self, other: StrategyStats) -> StrategyStats:
+        return StrategyStats(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
+
+    def __sub__(self, other: StrategyStats) -> StrategyStats:
+        return StrategyStats(*(getattr(self, each.name) - getattr(other, each.name) for each in fields(self)))
+
+
+class Counters:
+    """The counts of one strategy while it works. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._total = StrategyStats()
+        self._lock = threading.RLock()  # a signal handler may copy in the middle of an addition
+
+    def add(
+        self,
+        *,
+        copies: int = 0,
+        num_bytes: int = 0,
+        pieces: int = 0,
+        wait_seconds: float = 0.0,
+        cast_seconds: float = 0.0,
+        passed_on: int = 0,
+    ) -> None:
+        """Adds to the counts."""
+        more = StrategyStats(copies, num_bytes, pieces, wait_seconds, cast_seconds, passed_on)
+        with self._lock:
+            self._total += more
+
+    @property
+    def total(self) -> StrategyStats:
+        return self._total
+
+
+def merged(*several: dict[str, StrategyStats]) -> dict[str, StrategyStats]:
+    """The counts of several transfers, added up for each strategy."""
+    total: dict[str, StrategyStats] = {}
+    for stats in several:
+        for name, counts in stats.items():
+            total[name] = total.get(name, StrategyStats()) + counts
+    return total

@@ -1,0 +1,246 @@
+"""``pinned_direct``: the device reads the page-locked source itself and casts what arrives."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accelerators import Accelerator
+
+from .. import page_locks
+from ..chunks import cut_at, paired_chunks
+from ..config_fields import BufferCount, Elements, Flag, SizeBytes
+from ..exclusive import REFUSALS, ExclusiveTransfer
+from ..host_memory import available_bytes, local_ranks
+from ..in_flight import InFlightCopy
+from ..page_locks import PageLock
+from ..scratch_lanes import ScratchLanes
+from ..strategy_config import StrategyConfig
+from .pinned_staged import PinnedStagedTransfer
+
+
+class PinnedDirectConfig(StrategyConfig):
+    """The section ``pinned_direct``.
+
+    Attributes:
+        chunk_elements: Elements in each scratch buffer on the device.
+        buffers: Scratch buffers, each with a stream. With two, one is cast from while the other fills.
+        page_lock: Whether ``prepare`` page-locks sources in place. False: only sources that the
+            device can read already go directly.
+        max_page_locked: The most bytes that this process page-locks. None: half of the memory that the
+            host, or the process's control group, has left, divided by the local ranks.
+    """
+
+    chunk_elements: Elements = 2**22
+    buffers: BufferCount = 2
+    page_lock: Flag = True
+    max_page_locked: SizeBytes = None
+
+    def scratch_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of device memory that casts from sources of ``dtype`` take on one device."""
+        return self.chunk_elements * self.buffers * dtype.itemsize
+
+    def page_lock_budget_bytes(self) -> int | None:
+        """The most bytes to page-lock, as things are now; None where the system does not tell."""
+        if self.max_page_locked is not None:
+            return self.max_page_locked
+        left = available_bytes()
+        return None if left is None else left // 2 // local_ranks()
+
+
+class PinnedDirectTransfer(ExclusiveTransfer):
+    """Chunks cross as they are into device scratch and are cast there; the host only queues them.
+
+    The source must be readable by the device: pinned when it was made, or page-locked in place by
+    ``prepare``, which blocks for about 50 ms a GiB, once for each storage however many views of it are
+    prepared. It is given back when the storage is freed, by ``unprepare`` and by ``close``. A tensor
+    whose storage was replaced since is a new source.
+
+    Every other source, one that is not contiguous among them, goes to ``pinned_staged``; with
+    ``fallback=False`` that raises ``StrategyUnavailableError``. Where ``prepare`` is refused (no capability,
+    ``max_page_locked``, the system), a ``FallbackWarning`` says why, once. What does not cross
+    from the host to the device is a plain copy.
+
+    Source access: until ``wait`` or ``release_source`` has returned; until then the copy keeps source
+    and destination alive. ``submit`` does not block. Takes ``Config.scratch_bytes(source.dtype)`` of
+    device memory for each device and source dtype, none for copies without a cast. Threads take turns; a
+    submit from inside another one of the same thread is staged.
+    """
+
+    name = "pinned_direct"
+    Config = PinnedDirectConfig
+    config: PinnedDirectConfig
+
+    def __init__(
+        self,
+        config: PinnedDirectConfig | Mapping[str, Any] | None = None,
+        accelerator: Accelerator | str | None = None,
+        *,
+        fallback: bool = True,
+        **options: Any,
+    ) -> None:
+        self._held: _Held = _Held()
+        self._stand_in = PinnedStagedTransfer(accelerator=accelerator, fallback=fallback)
+        self._over_budget = False  # said so already
+        super().__init__(config, accelerator, fallback=fallback, **options)
+
+    @property
+    def pinned_bytes(self) -> int:
+        return self.page_locked_bytes + super().pinned_bytes
+
+    @property
+    def page_locked_bytes(self) -> int:
+        return sum(lock.num_bytes for lock in tuple(self._held.locks.values()) if lock.is_current)
+
+    @property
+    def scratch_bytes(self) -> int:
+        return sum(lanes.scratch_bytes for lanes in tuple(self._held.lanes.values()))
+
+    def prepare(self, source: Tensor) -> None:
+        self._check_process()
+        accelerator = self.accelerator
+        if not self.config.page_lock or source.numel() == 0 or not accelerator.on_host(source):
+            return
+        with self._lock:
+            if self._busy or self._refused_by is accelerator or self._readable(accelerator, source):
+                return
+            try:
+                self._busy = True
+                self._page_lock(accelerator, source)
+            finally:
+                self._busy = False
+                with contextlib.suppress(Exception):  # what stays held, the next close tries again
+                    self._held.release()
+
+    def unprepare(self, source: Tensor) -> None:
+        if self._is_forked:
+            return
+        with self._lock:
+            lock = self._held.locks.get(source.untyped_storage()._cdata)
+            if lock is not None:
+                self._held.settle()
+                self._held.leave(lock)
+
+    def _page_lock(self, accelerator: Accelerator, source: Tensor) -> None:
+        wanted = source.untyped_storage().nbytes()
+        obstacle = accelerator.capabilities.why_not("registers_host_memory", "streams", "events")
+        if obstacle is not None:
+            self._refuse(accelerator, f"pinned_direct cannot page-lock {wanted} bytes in place. {obstacle}")
+            return
+        held, budget = self.page_locked_bytes, self.config.page_lock_budget_bytes()
+        if budget is not None and held + wanted > budget:
+            refusal = (
+                f"page-locking {wanted} bytes in place, beside {held} that are, would pass the {budget} bytes that "
+                "`pinned_direct.max_page_locked` allows. Raise it if the host has the memory."
+            )
+            self._require_fallback(refusal)
+            if not self._over_budget:
+                self._over_budget = True
+                self._warn_of_stand_in(refusal)
+            return
+        try:
+            self._held.add(page_locks.page_lock(accelerator, source))
+        except REFUSALS as error:
+            remedy = "Allow this process more locked memory, or set `pinned_direct.page_lock: false`."
+            self._refuse(accelerator, f"page-locking {wanted} bytes in place failed: {error}. {remedy}", error)
+
+    def _cross(self, accelerator: Accelerator, destination: Tensor, source: Tensor) -> InFlightCopy:
+        self._held.release()  # where an earlier close was interrupted
+        obstacle = self._obstacle(accelerator, source)
+        lanes = None if obstacle is not None else self._lanes(accelerator, destination, source)
+        if lanes is None:
+            if obstacle is not None:
+                self._require_fallback(f"pinned_direct cannot copy this source. {obstacle}")
+            return self._pass_on(self._stand_in, destination, source)
+        chunks = list(paired_chunks(destination, source, self.config.chunk_elements))
+        lock = self._held.locks.get(source.untyped_storage()._cdata)
+        if lock is not None and (cuts := lock.cuts(source)):
+            chunks = list(cut_at(chunks, [source.data_ptr() + cut * source.element_size() for cut in cuts]))
+        self._counters.add(pieces=len(chunks))
+        copy: InFlightCopy = lanes.cross(chunks, (destination, source), self._counters)
+        return copy
+
+    def _obstacle(self, accelerator: Accelerator, source: Tensor) -> str | None:
+        """Why the device cannot read this source as it is, in one sentence, or None."""
+        if not source.is_contiguous():
+            return "It is not contiguous."
+        missing = accelerator.capabilities.why_not("streams", "events")
+        if missing is not None or self._readable(accelerator, source):
+            return missing
+        if self._refused_by is accelerator:
+            return self._refusal
+        return "It is not pinned: call `prepare(source)` once, which page-locks it in place."
+
+    def _readable(self, accelerator: Accelerator, source: Tensor) -> bool:
+        """Whether the device can read the source directly, of which ``_held`` has the lock if there is one."""
+        lock = self._held.locks.get(source.untyped_storage()._cdata)
+        if lock is not None and lock.covers(source):
+            return True
+        for stale in page_locks.stale():  # an address of its may be this source's now
+            self._held.settle()
+            stale.unregister()
+        another = page_locks.joined(accelerator, source)
+        if another is not None:
+            self._held.add(another)
+            return True
+        return accelerator.is_pinned(source)
+
+    def _lanes(self, accelerator: Accelerator, destination: Tensor, source: Tensor) -> ScratchLanes | None:
+        """The lanes to the destination's device, or None where there is no memory for their scratch."""
+        key = (id(accelerator), destination.device, source.dtype)
+        lanes = self._held.lanes.get(key)
+        if lanes is None:
+            index = destination.device.index
+            lanes = ScratchLanes(accelerator, source.dtype, self.config.chunk_elements, self.config.buffers, index)
+            self._held.lanes[key] = lanes
+        if destination.dtype == source.dtype and destination.is_contiguous():
+            return lanes
+        error = lanes.allocate()
+        if error is None:
+            return lanes
+        wanted = self.config.scratch_bytes(source.dtype)
+        remedy = "Lower `pinned_direct.chunk_elements`."
+        self._require_fallback(f"{wanted} bytes of device scratch are refused: {error}. {remedy}", error)
+        return None
+
+
+class _Held:
+    """Lanes for each accelerator, device and source dtype; page locks by the identity of their storage."""
+
+    def __init__(self) -> None:
+        self.lanes: dict[tuple[int, torch.device, torch.dtype], ScratchLanes] = {}
+        self.locks: dict[int, PageLock] = {}
+        self._closing = False
+
+    def add(self, lock: PageLock) -> None:
+        """Keeps a lock, and forgets those whose storage is gone: identities are given out again."""
+        for other in [each for each in self.locks.values() if not each.is_current]:
+            self.leave(other)
+        self.locks[lock.storage_id] = lock
+
+    def leave(self, lock: PageLock) -> None:
+        page_locks.leave(lock)
+        self.locks.pop(lock.storage_id, None)
+
+    def settle(self) -> None:
+        """Waits for every copy."""
+        for lanes in tuple(self.lanes.values()):
+            lanes.settle(wait=True)
+
+    def mark(self) -> None:
+        self._closing = True
+
+    def release(self) -> None:
+        if not self._closing:
+            return
+        for key, lanes in tuple(self.lanes.items()):
+            if lanes.is_ours:
+                lanes.close()
+            self.lanes.pop(key, None)
+        for lock in tuple(self.locks.values()):
+            self.leave(lock)
+        self._closing = False
