@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .overlap import share_elements
+from .overlap import share_elements, span_bytes
 
 
 class _Mark:
@@ -45,6 +45,7 @@ class _Operation:
     """One entry of a stream: a copy, a mark to complete, or a mark of another stream to wait for."""
 
     copy: tuple[Tensor, Tensor] | None = None  # destination and source
+    spans: tuple[int, int, int, int] = (0, 0, 0, 0)  # where the destination begins and ends, and the source
     races: bool = False
     completes: _Mark | None = None
     awaits: _Mark | None = None
@@ -103,11 +104,20 @@ class LateQueue:
     def enqueue(self, stream: SimulatedStream, destination: Tensor, source: Tensor) -> None:
         """Queues a copy on ``stream``, and notes the races it is part of."""
         with self.lock:
-            new = _Operation(copy=(destination, source))
+            new = _Operation(copy=(destination, source), spans=(*_span(destination), *_span(source)))
+            begin, end, read_begin, read_end = new.spans
             before = self._closure([(stream, len(stream.operations))])
             for other in self._streams:
+                if other is stream:
+                    continue
                 for old in tuple(other.operations)[before.get(other, 0) :]:
-                    if other is not stream and old.copy is not None:
+                    old_begin, old_end, old_read_begin, old_read_end = old.spans
+                    # Cheap and generous first: there may be thousands of pairs.
+                    if (
+                        (begin < old_end and old_begin < end)
+                        or (begin < old_read_end and old_read_begin < end)
+                        or (read_begin < old_end and old_begin < read_end)
+                    ):
                         self._note_race(old, new)
             stream.operations.append(new)
 
@@ -182,6 +192,11 @@ class LateQueue:
         with suppress(ValueError):
             stream.operations.remove(entry)
             self._steps += 1
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    begin = tensor.data_ptr()
+    return begin, begin + span_bytes(tensor)
 
 
 def delivery(destination: Tensor, source: Tensor, poisoned: bool = False) -> Callable[[], Any]:

@@ -34,7 +34,7 @@ def register_strategy(name: str, strategy: type[HostToDeviceTransfer]) -> None:
 
     if name in TransferConfig.model_fields or name == MEASURED:
         raise StrategyRegistrationError(
-            f"strategy name {name!r} cannot be registered: it means something else in the configuration"
+            f"strategy name {name!r} cannot be registered: it has a meaning of its own in the configuration"
         )
     _check(name, strategy)
     _registry.add(name, strategy)

@@ -3,11 +3,13 @@
 ``attach(engine)`` serves one engine, ``install()`` every engine that the process makes, also through
 Accelerate, the HF Trainer or Lightning. Both are idempotent and undone by ``detach`` and ``uninstall``.
 
-What is replaced is one copy in ``_reassign_or_swap_out_partitioned_parameters``: after the optimizer's
-step, each sub-group's fp32 master partition on the host goes to its low-precision partition on the
-device. That method has had the same name and body from DeepSpeed 0.16 to 0.19; SuperOffload overrides
-it, so it is replaced in the class that defines it. Where the copy does not cross from the host to
-the device, DeepSpeed's own code runs.
+What is replaced is one copy in ``_reassign_or_swap_out_partitioned_parameters``: after the CPU
+optimizer has updated a sub-group, its fp32 master partition on the host goes to its low-precision
+partition on the device. That method has had the same name and body from DeepSpeed 0.16 to 0.19;
+SuperOffload overrides it, so it is replaced in the class that defines it. Where the copy does not
+cross from the host to the device, DeepSpeed's own code runs.
+
+With ``completion: deferred`` the copies of a step are waited for at its end (``zero3_step`` says how).
 """
 
 from __future__ import annotations
@@ -17,33 +19,26 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from . import zero3_hooks as hooks
-from .config import TransferConfig
 from .config_file import ConfigLike, resolve_config
 from .errors import AttachError
 from .interface import HostToDeviceTransfer
 from .routed import build_transfer
+from .zero3_attachment import Attachment, crosses
 from .zero3_config import config_for_engine
+from .zero3_step import COPY_BACK, replacements
 
 logger = logging.getLogger("transfer")
 
-_COPY_BACK = "_reassign_or_swap_out_partitioned_parameters"
 _NEEDED = (
-    _COPY_BACK,
+    COPY_BACK,
     "fp16_partitioned_groups_flat",
     "fp32_partitioned_groups_flat",
     "_unflatten_partitioned_parameters",
 )
-
-
-@dataclass(frozen=True)
-class _Attachment:
-    transfer: HostToDeviceTransfer
-    config: TransferConfig | None = None  # of a transfer that was made here, and is closed on detach
-    by_install: bool = False
 
 
 @dataclass(frozen=True)
@@ -52,7 +47,7 @@ class _Installed:
 
 
 _lock = threading.RLock()
-_attachments: weakref.WeakKeyDictionary[Any, _Attachment] = weakref.WeakKeyDictionary()
+_attachments: weakref.WeakKeyDictionary[Any, Attachment] = weakref.WeakKeyDictionary()
 _detached: weakref.WeakSet[Any] = weakref.WeakSet()  # on purpose, although install is in force
 _installed: _Installed | None = None
 
@@ -86,8 +81,8 @@ def attach(engine: Any, transfer: HostToDeviceTransfer | ConfigLike | None = Non
             f"{type(engine).__name__} is not a DeepSpeed 0.16 to 0.19 ZeRO-3 engine (its optimizer is {used}): set "
             "`zero_optimization.stage` to 3, and attach after deepspeed.initialize"
         )
-    if _COPY_BACK in vars(optimizer):
-        raise AttachError(f"{_COPY_BACK} of this engine's optimizer has been replaced by somebody else already")
+    if COPY_BACK in vars(optimizer):
+        raise AttachError(f"{COPY_BACK} of this engine's optimizer has been replaced by somebody else already")
     if isinstance(transfer, HostToDeviceTransfer):
         wanted, config = transfer, None
     else:
@@ -95,10 +90,11 @@ def attach(engine: Any, transfer: HostToDeviceTransfer | ConfigLike | None = Non
     with _lock:
         current = _attachments.get(optimizer)
         if current is not None and (current.transfer is wanted if wanted is not None else current.config == config):
-            _attachments[optimizer] = replace(current, by_install=False)
+            current.by_install = False
             hooks.hook_optimizer_class(type(optimizer), _OURS)
             return current.transfer
-    return _attach(optimizer, _Attachment(wanted if wanted is not None else build_transfer(config), config))
+    chosen = wanted if wanted is not None else build_transfer(config)
+    return _attach(optimizer, Attachment(chosen, config, engine=_deepspeed_engine(engine)))
 
 
 def detach(engine: Any) -> None:
@@ -117,8 +113,8 @@ def detach(engine: Any) -> None:
             _detached.add(optimizer)
         attachment = _attachments.pop(optimizer, None)
         _unhook_if_unused()
-    if attachment is not None and attachment.config is not None:
-        attachment.transfer.close()
+    if attachment is not None:
+        _give_up(attachment, optimizer)
 
 
 def install(config: ConfigLike | None = None) -> None:
@@ -168,18 +164,27 @@ def uninstall() -> None:
     with contextlib.ExitStack() as closing:  # closes every one of them, and raises the first error after
         for _, attachment in by_install:
             closing.callback(attachment.transfer.close)
+            closing.callback(attachment.finish)
 
 
-def _attach(optimizer: Any, attachment: _Attachment) -> HostToDeviceTransfer:
+def _give_up(attachment: Attachment, optimizer: Any) -> None:
+    """Closes a transfer that was built here; a caller's transfer only gives the masters back."""
+    attachment.finish()
+    if attachment.config is not None:
+        attachment.transfer.close()
+    else:
+        attachment.unprepare(optimizer)
+
+
+def _attach(optimizer: Any, attachment: Attachment) -> HostToDeviceTransfer:
     transfer = attachment.transfer
     sub_groups = range(len(optimizer.fp32_partitioned_groups_flat))
     try:
-        crossing = [sub_group_id for sub_group_id in sub_groups if _crosses(optimizer, sub_group_id, transfer)]
+        crossing = [sub_group_id for sub_group_id in sub_groups if crosses(optimizer, sub_group_id, transfer)]
         for sub_group_id in crossing:
-            transfer.prepare(optimizer.fp32_partitioned_groups_flat[sub_group_id].data)
+            attachment.prepare(optimizer, sub_group_id)
     except BaseException:
-        if attachment.config is not None:
-            transfer.close()
+        _give_up(attachment, optimizer)
         raise
     # Masters on NVMe are nowhere in memory until a step swaps them in.
     in_memory = getattr(optimizer, "offload_optimizer", False) and not getattr(optimizer, "swap_optimizer", False)
@@ -194,39 +199,21 @@ def _attach(optimizer: Any, attachment: _Attachment) -> HostToDeviceTransfer:
         hooks.hook_optimizer_class(type(optimizer), _OURS)
         _attachments[optimizer] = attachment
         _detached.discard(optimizer)
-    if current is not None and current.config is not None and current.transfer is not transfer:
-        current.transfer.close()
+    if current is not None and current.transfer is not transfer:
+        _give_up(current, optimizer)
     return transfer
 
 
-def _crosses(optimizer: Any, sub_group_id: int, transfer: HostToDeviceTransfer) -> bool:
-    """Whether this sub-group's copy-back is one that the interface is for."""
-    destination = optimizer.fp16_partitioned_groups_flat[sub_group_id]
-    source = optimizer.fp32_partitioned_groups_flat[sub_group_id]
-    if destination is None or getattr(optimizer, "offload_param", False):  # on NVMe, or on the host
-        return False
-    if destination.numel() and destination.data_ptr() == source.data_ptr():  # autocast: one and the same
-        return False
-    return transfer.is_host_to_device(destination.data, source.data)
+def _find(optimizer: Any) -> Attachment | None:
+    return _attachments.get(optimizer) or _attach_late(optimizer)
 
 
-def _copy_back(original: Callable[..., Any], optimizer: Any, sub_group_id: int) -> Any:
-    attachment = _attachments.get(optimizer) or _attach_late(optimizer)
-    if attachment is None or not _crosses(optimizer, sub_group_id, attachment.transfer):
-        return original(optimizer, sub_group_id)
-    destination = optimizer.fp16_partitioned_groups_flat[sub_group_id].data
-    # The next forward's all-gathers run on a stream that does not wait for this one: hence the wait in copy.
-    attachment.transfer.copy(destination, optimizer.fp32_partitioned_groups_flat[sub_group_id].data)
-    optimizer._unflatten_partitioned_parameters(sub_group_id)
-    return None
-
-
-def _attach_late(optimizer: Any) -> _Attachment | None:
+def _attach_late(optimizer: Any) -> Attachment | None:
     """Attaches an engine that is older than ``install``."""
     if _installed is None or optimizer in _detached:
         return None
     config = config_for_engine(_installed.config, {})
-    _attach(optimizer, _Attachment(build_transfer(config), config, by_install=True))
+    _attach(optimizer, Attachment(build_transfer(config), config, by_install=True))
     return _attachments[optimizer]
 
 
@@ -237,14 +224,16 @@ def _destroy(original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs:
     try:
         if attachment is not None:
             # Before DeepSpeed frees the partitions that copies in flight use.
-            attachment.transfer.close()
+            with contextlib.ExitStack() as closing:
+                closing.callback(attachment.transfer.close)
+                attachment.finish()
     finally:
         original(optimizer, *args, **kwargs)
         with _lock:
             _unhook_if_unused()
 
 
-_OURS = {_COPY_BACK: _copy_back, "destroy": _destroy}
+_OURS = {**replacements(_find), "destroy": _destroy}
 
 
 def _configure_zero_optimizer(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
@@ -254,7 +243,8 @@ def _configure_zero_optimizer(original: Callable[..., Any], engine: Any, *args: 
     config = config_for_engine(_installed.config, _deepspeed_config(engine))
     optimizer = original(engine, *args, **kwargs)
     if _is_zero3(optimizer):
-        _attach(optimizer, _Attachment(build_transfer(config), config, by_install=True))
+        known = weakref.ref(engine)
+        _attach(optimizer, Attachment(build_transfer(config), config, by_install=True, engine=known))
     return optimizer
 
 
@@ -268,6 +258,16 @@ def _zero3_optimizer(engine: Any) -> Any:
     for _ in range(4):  # framework wrapper -> engine -> optimizer wrapper -> optimizer
         if _is_zero3(candidate):
             return candidate
+        candidate = getattr(candidate, "optimizer", None)
+    return None
+
+
+def _deepspeed_engine(engine: Any) -> weakref.ref[Any] | None:
+    """The DeepSpeed engine in a framework's wrapper, or itself: what has a monitor."""
+    candidate = engine
+    for _ in range(3):
+        if hasattr(candidate, "monitor") and hasattr(candidate, "global_samples"):
+            return weakref.ref(candidate)
         candidate = getattr(candidate, "optimizer", None)
     return None
 

@@ -315,7 +315,7 @@ class Unfinished(HostToDeviceTransfer):
         ("mine", Mine(), "is not a subclass of HostToDeviceTransfer"),
         ("mine", Unfinished, "Unfinished does not define _submit"),
         ("My Own", Mine, "lower-case identifier"),
-        ("fallback", Mine, "it is a key of the configuration"),
+        ("fallback", Mine, "it has a meaning of its own in the configuration"),
         ("pageable", Mine, "'pageable' is registered already"),
     ],
 )

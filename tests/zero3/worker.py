@@ -16,7 +16,7 @@ import torch
 
 import accelerators
 from accelerators.simulated import SimulatedAccelerator
-from transfer import PinnedStagedTransfer, build_transfer, zero3, zero3_hooks
+from transfer import InFlightCopy, PinnedStagedTransfer, build_transfer, zero3, zero3_hooks
 
 STEPS = 3
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "autocast": torch.float32}
@@ -25,8 +25,9 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "autocast": torch.float
 class ForgetsToWait(PinnedStagedTransfer):
     """What the deferred copy would be if nobody waited: must be noticed."""
 
-    def copy(self, destination, source):
-        self.submit(destination, source)
+    def submit(self, destination, source):
+        super().submit(destination, source)
+        return InFlightCopy()
 
 
 def main():
