@@ -178,8 +178,10 @@ def interpolated(points: Sequence[tuple[float, float]], size: float) -> float:
     if size >= largest[0]:
         return largest[1] * size / largest[0]
     if size < smallest[0]:
-        floor = smallest[1] * size / smallest[0]
-        return min(smallest[1], max(floor, _on_line(smallest, points[1], size)))
+        in_proportion = smallest[1] * size / smallest[0]
+        if len(points) == 1:
+            return in_proportion
+        return min(smallest[1], max(in_proportion, _on_line(smallest, points[1], size)))
     pair = next(pair for pair in pairwise(points) if size <= pair[1][0])
     return _on_line(*pair, size)
 

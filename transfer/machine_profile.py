@@ -7,8 +7,7 @@ from itertools import pairwise
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BeforeValidator, Field, StrictStr, model_validator
-from typing_extensions import Self
+from pydantic import BeforeValidator, Field, StrictStr, field_validator
 
 from accelerators import Accelerator
 from accelerators.hardware import cores, cpu_model, device_name
@@ -141,17 +140,13 @@ class MachineProfile(ConfigModel):
     host_update_elements_per_second: Positive
     lacks: dict[StrictStr, StrictStr] = Field(default_factory=dict)
 
-    @model_validator(mode="after")
-    def _rising(self) -> Self:
-        series = {
-            "wire": [entry.chunk_bytes for entry in self.wire],
-            "host_cast": [entry.chunk_elements for entry in self.host_cast],
-            "pageable": [entry.elements for entry in self.pageable],
-        }
-        for name, sizes in series.items():
-            if any(larger <= smaller for smaller, larger in pairwise(sizes)):
-                raise refuse(f"the sizes under {name!r} must rise")
-        return self
+    @field_validator("wire", "host_cast", "pageable")
+    @classmethod
+    def _rising(cls, entries: tuple[Any, ...]) -> tuple[Any, ...]:
+        sizes = [getattr(entry, next(iter(type(entry).model_fields))) for entry in entries]
+        if any(larger <= smaller for smaller, larger in pairwise(sizes)):
+            raise refuse(f"the sizes must rise, and they are {sizes}")
+        return entries
 
     def __hash__(self) -> int:
         """Of the date alone: profiles are keys of caches that are asked in every copy."""

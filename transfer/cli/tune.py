@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 from collections.abc import Sequence
@@ -27,11 +28,12 @@ def main(arguments: Sequence[str]) -> int:
     """
     options = _parser().parse_args(list(arguments))
     try:
-        accelerator = get_accelerator(options.accelerator)
-        reason = accelerator.unavailable_reason()
+        with contextlib.redirect_stdout(sys.stderr):  # where DeepSpeed tells what it has chosen
+            accelerator = get_accelerator(options.accelerator)
+            reason = accelerator.unavailable_reason()
         if reason is not None:
             return _failed(f"{accelerator.name} cannot be measured. {reason}")
-        obstacle = accelerator.capabilities.why_not("events", "pins_host_memory")
+        obstacle = accelerator.capabilities.why_not("pins_host_memory", "events")
         if obstacle is not None:
             return _nothing_to_tune(accelerator.name, obstacle, options.json)
         fields = launch(

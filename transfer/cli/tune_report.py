@@ -69,8 +69,8 @@ def print_report(console: Console, profile: MachineProfile) -> None:
 
     machine, measured = profile.machine, profile.measured
     title = (
-        f"{machine.device}, {machine.cpu}, {machine.cores} cores; {measured.ranks} ranks at once with "
-        f"{measured.threads_per_rank} threads each; torch {measured.torch_version}"
+        f"{machine.device}, {machine.cpu}, {machine.cores} cores, torch {measured.torch_version}; ranks at once: "
+        f"{measured.ranks}, host threads of each: {measured.threads_per_rank}"
     )
     table = Table("what", "of", "measured", title=title, title_justify="left")
     for row in _measurements(profile):
