@@ -195,7 +195,8 @@ class MachineProfile(ConfigModel):
         for field in Machine.model_fields:
             then, now = getattr(self.machine, field), getattr(here, field)
             if then != now:
-                return f"The profile was measured on another machine: its {field} is {then!r}, here it is {now!r}."
+                what = "number of cores" if field == "cores" else field
+                return f"The profile was measured on another machine: its {what} is {then!r}, here it is {now!r}."
         ranks, threads = local_ranks(), torch.get_num_threads()
         for what, then, now in (
             ("ranks on this host", self.measured.ranks, ranks),

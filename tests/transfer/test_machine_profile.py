@@ -220,7 +220,7 @@ def test_of_this_machine(file, this_machine):
         ("accelerator: simulated", "accelerator: cuda", "its accelerator is 'cuda', here it is 'simulated'"),
         ("device: simulated", "device: NVIDIA H200", "its device is 'NVIDIA H200', here it is 'simulated'"),
         ("cpu: Acme 1000", "cpu: Acme 2000", "its cpu is 'Acme 2000', here it is 'Acme 1000'"),
-        ("cores: 16", "cores: 32", "its cores is 32, here it is 16"),
+        ("cores: 16", "cores: 32", "its number of cores is 32, here it is 16"),
     ],
 )
 def test_of_another_machine(file, this_machine, right, wrong, sentence):

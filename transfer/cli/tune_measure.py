@@ -238,8 +238,9 @@ def page_lock(bench: Bench, memory: Tensor) -> tuple[float | None, str | None]:
         held.append(address)
 
     def unlock() -> None:
-        while held:
-            accelerator.unregister_host_memory(held.pop())
+        while held:  # forgotten after it is undone: an interrupted attempt is made again below
+            accelerator.unregister_host_memory(held[-1])
+            held.pop()
 
     try:
         refusal = bench.refusal(lock)

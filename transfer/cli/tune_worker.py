@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -103,9 +104,9 @@ def _progress(ranks: Ranks) -> Iterator[Callable[[str], None]]:
         return
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("", total=_STEPS)
-        begun = iter([False])
+        finished = itertools.count()
 
         def step(what: str) -> None:
-            progress.update(task, description=f"measuring {what}", advance=int(next(begun, True)))
+            progress.update(task, description=f"measuring {what}", completed=next(finished))
 
         yield step
