@@ -74,7 +74,8 @@ def launch(
         given.write_text(json.dumps({"worker": worker, "options": dict(options)}))
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
         command = [*torchrun, "-m", __name__, str(given), str(result)]
-        done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": str(share)}, check=False)
+        # What ranks and libraries print goes to the standard error (2): the result alone is for the caller.
+        done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": str(share)}, stdout=2, check=False)
         if done.returncode != 0 or not result.exists():
             raise RanksFailedError(f"{worker} failed on {ranks} ranks (exit status {done.returncode}); see above")
         return json.loads(result.read_text())
