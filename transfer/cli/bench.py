@@ -14,12 +14,17 @@ from .quantities import count, dtype_name
 SCHEMA_VERSION = 1
 
 _EPILOG = """\
+`h2d bench zero3` measures whole optimizer steps of ZeRO-3; `h2d bench zero3 --help` lists its options.
 Exit status: 0; 1 where a scheme left wrong bits or the work failed; 2 where the arguments are wrong.
 """
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measures copies; returns the exit status."""
+    """Measures copies, or hands over to ``zero3``; returns the exit status."""
+    if arguments and arguments[0] == "zero3":
+        from .bench_zero3 import main as zero3_main
+
+        return zero3_main(arguments[1:])
     parser = _parser()
     options = parser.parse_args(arguments)
     strategies = choices(parser, options)

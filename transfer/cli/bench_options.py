@@ -44,10 +44,15 @@ def choices(parser: argparse.ArgumentParser, options: argparse.Namespace) -> lis
     return list(dict.fromkeys(options.strategies or strategy_names()))
 
 
-def run_worker(
-    worker: str, given: Mapping[str, Any], options: argparse.Namespace, *, spawn: bool = False
-) -> Any | None:
-    """What the worker returned, or None after its failure has been told on the standard error."""
+def run_worker(worker: str, given: Mapping[str, Any], options: argparse.Namespace, **how: bool) -> Any | None:
+    """What the worker returned, or None after its failure has been told on the standard error.
+
+    Args:
+        worker: As for ``launch``.
+        given: Handed to the worker.
+        options: Those of the command line; ``ranks`` and ``threads`` are used here.
+        **how: More arguments of ``launch``.
+    """
     from accelerators import AcceleratorError
 
     from ..errors import TransferError
@@ -55,7 +60,7 @@ def run_worker(
     try:
         # DeepSpeed logs to the standard output, which is for the result.
         with contextlib.redirect_stdout(sys.stderr):
-            return launch(worker, given, options.ranks, threads=options.threads, spawn=spawn)
+            return launch(worker, given, options.ranks, threads=options.threads, **how)
     except (TransferError, AcceleratorError, RanksFailedError) as error:
         print(f"h2d bench: {error}", file=sys.stderr)
         return None

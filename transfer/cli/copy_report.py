@@ -20,7 +20,7 @@ _COLUMNS = (
     "of the wire",
     "vs DeepSpeed",
     "pinned MiB",
-    "page-locked MiB",
+    "locked MiB",
     "device MiB",
     "bits",
 )
@@ -48,7 +48,7 @@ def show(report: Mapping[str, Any]) -> None:
         Text(
             f"Medians of {report['rounds']} rounds, in each of which every scheme copies once; ratios are medians of "
             "the rounds' ratios. Spread: the interquartile range, in percent of the median. GB/s: destination bytes of "
-            "one rank. pinned, device: memory that the scheme needs in addition; page-locked: the source's own memory. "
+            "one rank. pinned, device: memory that the scheme needs in addition; locked: the source's own memory, page-locked in place. "
             "With several ranks each time is that of the slowest."
         )
     )

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 #: Wide enough for every table here; where the output is no terminal nobody says how wide it is.
-_UNKNOWN_WIDTH = 160
+_UNKNOWN_WIDTH = 180
 
 
 def console() -> Console:
