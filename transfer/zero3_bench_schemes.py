@@ -79,7 +79,7 @@ class Scheme:
 def make_schemes(options: Mapping[str, Any], accelerator: Any) -> list[Scheme]:
     """Every scheme to measure; calls no accelerator yet."""
     given = resolve_config(options["config"])
-    # TODO(merge): the key comes with deferred copies; then this is always ("immediate", "deferred").
+    # Without the key, every copy-back is waited for at once.
     completions = ("immediate", "deferred") if "completion" in TransferConfig.model_fields else (None,)
     # Without a fallback: what cannot run is listed as such, and never measured under another's name.
     ring = {"strategy": "pinned_staged", "pinned_staged": {"chunk_elements": 2**26, "buffers": 2}, "fallback": False}

@@ -171,7 +171,7 @@ def _result(scheme: _Scheme, case: _Case) -> dict[str, Any]:
         "seconds": scheme.seconds,
         "right_bits": scheme.right_bits,
         "pinned_bytes": transfer.pinned_bytes,
-        "page_locked_bytes": getattr(transfer, "page_locked_bytes", 0),
+        "page_locked_bytes": scheme.source.nbytes if scheme.page_lock_seconds is not None else 0,
         "device_bytes": getattr(transfer, "scratch_bytes", 0),
         "page_lock_seconds": scheme.page_lock_seconds,
     }

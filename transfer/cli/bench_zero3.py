@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 from collections.abc import Sequence
 from typing import Any
 
 from .bench_options import add_common_options, choices, run_worker
 from .quantities import count
+from .ranks import usable_cores
 
 SCHEMA_VERSION = 1
 
@@ -24,7 +24,7 @@ def main(arguments: Sequence[str]) -> int:
     strategies = choices(parser, options)
     layers, hidden = _shape(parser, options)
     if options.threads is None:
-        options.threads = max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // options.ranks))
+        options.threads = max(1, min(_MOST_THREADS, usable_cores() // options.ranks))
     given = {
         "layers": layers,
         "hidden": hidden,

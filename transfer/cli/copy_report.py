@@ -25,6 +25,13 @@ _COLUMNS = (
     "bits",
 )
 
+_NOTE = (
+    "Medians of {rounds} rounds, in each of which every scheme copies once; ratios are medians of the rounds' ratios. "
+    "Spread: the interquartile range, in percent of the median. GB/s: destination bytes of one rank. pinned, device: "
+    "memory that the scheme needs in addition; locked: the source's own memory, page-locked in place. With several "
+    "ranks each time is that of the slowest."
+)
+
 
 def show(report: Mapping[str, Any]) -> None:
     """Prints one table for each size and dtype, and what could not run."""
@@ -44,14 +51,7 @@ def show(report: Mapping[str, Any]) -> None:
             if one["page_lock_seconds"] is not None:
                 per_gib = one["figures"]["page_lock_seconds_per_gib"]
                 out.print(Text(f"{one['scheme']}: page-locking its source took {per_gib:.3f} s per GiB, once"))
-    out.print(
-        Text(
-            f"Medians of {report['rounds']} rounds, in each of which every scheme copies once; ratios are medians of "
-            "the rounds' ratios. Spread: the interquartile range, in percent of the median. GB/s: destination bytes of "
-            "one rank. pinned, device: memory that the scheme needs in addition; locked: the source's own memory, page-locked in place. "
-            "With several ranks each time is that of the slowest."
-        )
-    )
+    out.print(Text(_NOTE.format(rounds=report["rounds"])))
     ran = [name for name in SUMMARIES if any(one["scheme"] == name for one in report["measurements"])]
     out.print(legend((name, SUMMARIES[name]) for name in ran))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime as dt
 import importlib.metadata
-import os
 import platform
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,8 @@ import torch
 
 from accelerators import Accelerator
 
+from .ranks import usable_cores
+
 
 def describe(accelerator: Accelerator) -> dict[str, Any]:
     """The machine and its software; nothing that tells whose machine it is."""
@@ -20,7 +21,7 @@ def describe(accelerator: Accelerator) -> dict[str, Any]:
         "accelerator": accelerator.name,
         "device": _device_name(accelerator),
         "cpu": _cpu_model(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": usable_cores(),
         "threads": torch.get_num_threads(),
         "system": platform.system(),
         "python": platform.python_version(),

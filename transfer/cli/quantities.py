@@ -26,10 +26,10 @@ def count(text: str) -> int:
     """
     base, power, exponent = text.replace("**", "^").partition("^")
     try:
-        value = int(base) ** min(int(exponent), 62) if power else Decimal(base)
+        value = Decimal(base) if not power else Decimal(int(base) ** int(exponent) if int(exponent) <= 62 else 0)
     except (ValueError, ZeroDivisionError, InvalidOperation):
         value = Decimal(0)
-    if not (1 <= value <= _LARGEST and value == int(value)):
+    if not (value.is_finite() and 1 <= value <= _LARGEST and value == int(value)):
         raise argparse.ArgumentTypeError(f"expected a whole number from 1, such as 1000, 2^28 or 1e9, not {text!r}")
     return int(value)
 

@@ -76,7 +76,7 @@ def launch(
 
             torch.set_num_threads(threads)
         return _function(worker)(dict(options), Ranks())
-    share = threads if threads is not None else max(1, len(os.sched_getaffinity(0)) // ranks)
+    share = threads if threads is not None else max(1, usable_cores() // ranks)
     with tempfile.TemporaryDirectory(prefix="h2d-") as directory:
         given, result = Path(directory, "options.json"), Path(directory, "result.json")
         given.write_text(json.dumps({"worker": worker, "options": dict(options), "process_group": process_group}))
@@ -87,6 +87,11 @@ def launch(
         if done.returncode != 0 or not result.exists():
             raise RanksFailedError(f"{worker} failed on {ranks} ranks (exit status {done.returncode}); see above")
         return json.loads(result.read_text())
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _function(worker: str) -> Callable[[dict[str, Any], Ranks], Any]:

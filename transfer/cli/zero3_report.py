@@ -26,6 +26,13 @@ _COLUMNS = (
     "bits",
 )
 
+_NOTE = (
+    "Medians of {steps} steps, in turn; ratios are medians of the rounds' ratios. Spread: the interquartile range of "
+    "the step, in percent of its median. floor: the step with nothing copied back. copy-back: the step less the same "
+    "round's floor. pinned: memory that the scheme needs in addition; locked: masters that it page-locks in place; "
+    "device: peak memory above DeepSpeed's own. With several ranks each time is that of the slowest."
+)
+
 
 def show(report: Mapping[str, Any]) -> None:
     """Prints the table, what could not run, and what page-locking cost."""
@@ -49,14 +56,7 @@ def show(report: Mapping[str, Any]) -> None:
                 f"{statistics.median(page_lock['seconds']):.3f} s, {page_lock['seconds_per_gib']:.3f} s per GiB"
             )
         )
-    out.print(
-        Text(
-            f"Medians of {report['steps']} steps, in turn; ratios are medians of the rounds' ratios. Spread: the "
-            "interquartile range of the step, in percent of its median. floor: the step with nothing copied back. "
-            "copy-back: the step less the same round's floor. locked: masters that it page-locks in place. device: peak memory above DeepSpeed's own. With several "
-            "ranks each time is that of the slowest."
-        )
-    )
+    out.print(Text(_NOTE.format(steps=report["steps"])))
 
 
 def _row(one: Mapping[str, Any]) -> tuple[str | Text, ...]:
