@@ -25,7 +25,7 @@ class Shape:
 
     @classmethod
     def of(cls, parameters: int) -> Shape:
-        """The shape with about this many parameters, one layer for each 128 of its width, as GPT-3 has."""
+        """The shape with about this many parameters, one layer for each 128 of its width."""
         # A block has 12 hidden^2 parameters, so the model has about 12 hidden^3 / 128.
         width = (128 * parameters / 12) ** (1 / 3)
         hidden = max(1, round(width / HEAD_WIDTH)) * HEAD_WIDTH
