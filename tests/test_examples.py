@@ -42,17 +42,6 @@ def test_training_on_real_text_is_bitwise_that_of_deepspeed_alone():
     assert last < first - 0.5, "it learns"
 
 
-def test_the_benchmark_checks_bits_and_writes_its_figures(tmp_path):
-    table = tmp_path / "ring.csv"
-    out = run(
-        "examples/bench_staging.py", "--accelerator", "simulated", "--elements", 2**22, "--rounds", 2, "--csv", table
-    )
-    assert "staged 2 x 2^22" in out
-    lines = table.read_text().splitlines()
-    assert lines[0] == "scheme,round,seconds,elements,threads,pinned_bytes"
-    assert len(lines) == 1 + 2 * 5  # two rounds of the link, pageable, and the three rings that are small enough
-
-
 def test_the_example_configuration_shows_the_defaults():
     config = load_config(ROOT / "examples" / "transfer.yaml")
     assert config.section("pinned_staged") == TransferConfig().section("pinned_staged")

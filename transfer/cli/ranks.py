@@ -47,7 +47,13 @@ class RanksFailedError(RuntimeError):
 
 
 def launch(
-    worker: str, options: Mapping[str, Any], ranks: int = 1, *, threads: int | None = None, spawn: bool = False
+    worker: str,
+    options: Mapping[str, Any],
+    ranks: int = 1,
+    *,
+    threads: int | None = None,
+    spawn: bool = False,
+    process_group: bool = True,
 ) -> Any:
     """Runs a worker on ``ranks`` processes and returns what it returned on rank 0.
 
@@ -58,6 +64,8 @@ def launch(
         threads: Host threads of each rank; None: torch's own choice for one rank, the cores
             shared out for several.
         spawn: Start a process for a single rank as well.
+        process_group: Whether started ranks find a gloo process group. False: the worker makes the
+            one it needs before it uses ``Ranks``; it is destroyed here either way.
 
     Raises:
         RanksFailedError: A rank failed.
@@ -68,16 +76,22 @@ def launch(
 
             torch.set_num_threads(threads)
         return _function(worker)(dict(options), Ranks())
-    share = threads if threads is not None else max(1, len(os.sched_getaffinity(0)) // ranks)
+    share = threads if threads is not None else max(1, usable_cores() // ranks)
     with tempfile.TemporaryDirectory(prefix="h2d-") as directory:
         given, result = Path(directory, "options.json"), Path(directory, "result.json")
-        given.write_text(json.dumps({"worker": worker, "options": dict(options)}))
+        given.write_text(json.dumps({"worker": worker, "options": dict(options), "process_group": process_group}))
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
         command = [*torchrun, "-m", __name__, str(given), str(result)]
-        done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": str(share)}, check=False)
+        # What ranks and libraries print goes to the standard error (2): the result alone is for the caller.
+        done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": str(share)}, stdout=2, check=False)
         if done.returncode != 0 or not result.exists():
             raise RanksFailedError(f"{worker} failed on {ranks} ranks (exit status {done.returncode}); see above")
         return json.loads(result.read_text())
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _function(worker: str) -> Callable[[dict[str, Any], Ranks], Any]:
@@ -97,15 +111,17 @@ def _one_rank() -> None:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     name = spec["options"].get("accelerator")
     accelerator = get_accelerator(name)
-    torch.distributed.init_process_group("gloo")
-    ranks = Ranks(torch.distributed.get_rank(), torch.distributed.get_world_size())
+    if spec["process_group"]:
+        torch.distributed.init_process_group("gloo")
+    ranks = Ranks(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     # Each rank has a device of its own: entering a stream makes its device current.
     with accelerator.stream(accelerator.current_stream(int(os.environ["LOCAL_RANK"]))):
         returned = _function(spec["worker"])(spec["options"], ranks)
     if ranks.rank == 0:
         result.write_text(json.dumps(returned))
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

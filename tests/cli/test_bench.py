@@ -1,0 +1,290 @@
+"""``h2d bench``: what it measures, what it says about wrong bits, and how it says it."""
+
+import argparse
+import json
+import sys
+
+import pytest
+import torch
+
+from accelerators import get_accelerator
+from tests.cli import strategies
+from tests.running import run_python
+from transfer import register_strategy, unregister_strategy
+from transfer.cli import bench, bits
+from transfer.cli.baselines import DeepSpeedCopy
+from transfer.cli.copy_figures import with_figures
+from transfer.cli.quantities import count, dtype_name, shown
+
+SMALL = ("--accelerator", "simulated", "--elements", "5000", "--rounds", "2")
+BASELINES = ["wire", "deepspeed", "ring 2 x 2^26", "pinned master", "pinned twin"]
+
+
+@pytest.fixture
+def registered():
+    """Registers strategies of the tests, and forgets them afterwards."""
+    names = []
+
+    def register(name, strategy):
+        register_strategy(name, strategy)
+        names.append(name)
+
+    yield register
+    for name in names:
+        unregister_strategy(name)
+
+
+def report_of(capsys, *arguments):
+    status = bench.main([*arguments, "--json"])
+    return status, json.loads(capsys.readouterr().out)
+
+
+def test_every_strategy_and_baseline_is_measured(capsys):
+    status, report = report_of(capsys, *SMALL, "--elements", "3000", "2^12", "--dtypes", "bf16", "float16")
+    assert status == 0
+    assert report["schema_version"] == 1
+    assert report["not_run"] == []
+    assert {(one["dtype"], one["elements"]) for one in report["measurements"]} == {
+        (dtype, elements) for dtype in ("bfloat16", "float16") for elements in (3000, 4096)
+    }
+    first = [one for one in report["measurements"] if (one["dtype"], one["elements"]) == ("float16", 4096)]
+    names = [one["scheme"] for one in first]
+    assert names[:5] == BASELINES
+    assert {"pageable", "pinned_staged"} <= set(names[5:])
+    for one in first:
+        assert one["right_bits"] is True
+        assert len(one["seconds"]) == 2
+        assert one["seconds"] == one["seconds_by_rank"][0]
+        assert min(one["seconds"]) > 0
+        assert one["destination_bytes"] == 8192
+    extra = {one["scheme"]: (one["pinned_bytes"], one["device_bytes"]) for one in first}
+    assert extra["wire"] == (8192, 0)
+    assert extra["pinned master"] == (16384, 16384)
+    assert extra["pinned twin"] == (8192, 0)
+    assert extra["ring 2 x 2^26"] == (2 * 2**26 * 2, 0)
+    assert extra["deepspeed"] == (0, 0)
+    assert get_accelerator("simulated").pinned_bytes == 0
+
+
+def test_what_it_ran_on_is_noted(capsys):
+    _, report = report_of(capsys, *SMALL, "--strategies", "pageable")
+    hardware = report["hardware"]
+    assert hardware["accelerator"] == "simulated"
+    assert hardware["torch"] == torch.__version__
+    assert hardware["threads"] == torch.get_num_threads()
+    assert set(hardware) >= {"device", "cpu", "cores", "deepspeed", "date"}
+
+
+def test_json_is_all_that_is_printed():
+    done = run_python("-m", "transfer.cli", "bench", *SMALL, "--json", "--strategies", "pageable")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["command"] == "bench"
+    assert "\x1b" not in done.stderr, "a progress bar where nobody watches"
+
+
+def test_two_ranks_copy_at_once():
+    done = run_python("-m", "transfer.cli", "bench", *SMALL, "--json", "--ranks", "2", "--strategies", "pageable")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["ranks"] == 2
+    for one in report["measurements"]:
+        first, second = one["seconds_by_rank"]
+        assert first != second
+        assert one["seconds"] == [max(pair) for pair in zip(first, second, strict=True)]
+
+
+@pytest.mark.parametrize("strategy", [strategies.WrongInOneBit, strategies.CopiesNothing, strategies.WrongAtLast])
+def test_wrong_bits_are_seen_and_fail_the_command(capsys, registered, strategy):
+    registered("spoilt", strategy)
+    status, report = report_of(capsys, *SMALL)
+    assert status == 1
+    assert {one["scheme"] for one in report["measurements"] if not one["right_bits"]} == {"spoilt"}
+    assert bench.main([*SMALL, "--strategies", "spoilt"]) == 1
+    out = capsys.readouterr().out
+    assert out.count("WRONG") == 1
+    assert out.count("equal") == len(BASELINES)
+
+
+def test_what_cannot_run_is_listed_with_its_reason(capsys, registered):
+    registered("refusing", strategies.Refuses)
+    status, report = report_of(capsys, *SMALL)
+    assert status == 0
+    assert report["not_run"] == [
+        {"elements": 5000, "dtype": "bfloat16", "scheme": "refusing", "reason": "not on this machine"}
+    ]
+    bench.main([*SMALL, "--strategies", "refusing"])
+    assert "not run: refusing: not on this machine" in capsys.readouterr().out
+
+
+def test_a_source_is_page_locked_for_its_own_scheme_alone(capsys, registered, monkeypatch):
+    registered("locking", strategies.PageLocks)
+    simulated = get_accelerator("simulated")
+    pinned_sources = {}
+    for cls in (strategies.PageLocks, DeepSpeedCopy):
+        original = cls._submit
+
+        def submit(self, destination, source, original=original, name=cls.__name__):
+            pinned_sources.setdefault(name, set()).add(simulated.is_pinned(source))
+            return original(self, destination, source)
+
+        monkeypatch.setattr(cls, "_submit", submit)
+    status, report = report_of(capsys, *SMALL)
+    assert status == 0
+    assert pinned_sources == {"PageLocks": {True}, "DeepSpeedCopy": {False}}
+    (locking,) = [one for one in report["measurements"] if one["scheme"] == "locking"]
+    assert locking["page_locked_bytes"] == 20000
+    seconds = locking["page_lock_seconds"]
+    assert locking["figures"]["page_lock_seconds_per_gib"] == pytest.approx(seconds * 2**30 / 20000)
+    assert all(one["page_lock_seconds"] is None for one in report["measurements"] if one["scheme"] != "locking")
+    assert simulated.pinned_bytes == 0
+    bench.main([*SMALL, "--strategies", "locking"])
+    assert "locking: page-locking its source took" in capsys.readouterr().out
+
+
+def test_an_accelerator_that_pins_nothing_has_a_sensible_table(capsys):
+    arguments = ("--accelerator", "cpu", "--elements", "5000", "--rounds", "1")
+    status, report = report_of(capsys, *arguments)
+    assert status == 0
+    assert {"deepspeed", "pageable"} <= {one["scheme"] for one in report["measurements"]}
+    reasons = {entry["scheme"]: entry["reason"] for entry in report["not_run"]}
+    assert {"wire", "pinned master", "pinned twin", "ring 2 x 2^26", "pinned_staged"} <= set(reasons)
+    assert "no device to pin it for" in reasons["wire"]
+    for one in report["measurements"]:
+        assert one["figures"]["share_of_wire"] is None
+        assert one["figures"]["times_deepspeed"] > 0
+    assert bench.main(arguments) == 0
+    assert "not run: wire:" in capsys.readouterr().out
+
+
+def test_refused_pinning_is_a_reason_and_not_a_crash(capsys, monkeypatch):
+    monkeypatch.setattr(get_accelerator("simulated"), "pin_limit_bytes", 12000)
+    status, report = report_of(capsys, *SMALL)
+    assert status == 0
+    # 10,000 bytes for the wire are allowed; with them nothing else is.
+    assert "wire" in {one["scheme"] for one in report["measurements"]}
+    reasons = {entry["scheme"]: entry["reason"] for entry in report["not_run"]}
+    assert set(reasons) >= {"ring 2 x 2^26", "pinned master", "pinned twin", "pinned_staged"}
+    assert "Pinning 20000 bytes for the whole partition failed" in reasons["pinned master"]
+
+
+def test_figures_are_those_of_the_raw_seconds():
+    def measured(scheme, *seconds_by_rank, page_lock_seconds=None):
+        return {
+            "scheme": scheme,
+            "dtype": "bfloat16",
+            "elements": 10**9,
+            "destination_bytes": 2 * 10**9,
+            "source_bytes": 4 * 2**30,
+            "page_lock_seconds": page_lock_seconds,
+            "seconds_by_rank": seconds_by_rank,
+        }
+
+    wire, deepspeed, fast = with_figures(
+        [
+            measured("wire", [1.0, 1.0, 1.0], [1.0, 0.5, 1.0]),
+            measured("deepspeed", [8.0, 9.0, 20.0], [7.0, 10.0, 20.0]),
+            measured("fast", [2.0, 5.0, 4.0], [1.0, 4.0, 2.0], page_lock_seconds=0.2),
+        ]
+    )
+    assert deepspeed["seconds"] == [8.0, 10.0, 20.0]
+    assert fast["seconds"] == [2.0, 5.0, 4.0]
+    assert fast["figures"] == {
+        "median_seconds": 4.0,
+        "spread_percent": pytest.approx(37.5),  # quartiles 3.0 and 4.5
+        "gigabytes_per_second": 0.5,
+        "share_of_wire": 0.25,  # of 1/2, 1/5 and 1/4
+        "times_deepspeed": 4.0,  # of 4, 2 and 5
+        "page_lock_seconds_per_gib": pytest.approx(0.05),
+    }
+    assert wire["figures"]["share_of_wire"] == 1
+    assert wire["figures"]["times_deepspeed"] == 10
+    assert deepspeed["figures"]["page_lock_seconds_per_gib"] is None
+
+
+def test_a_plot_is_a_picture(capsys, tmp_path):
+    path = tmp_path / "rates.png"
+    assert bench.main([*SMALL, "--elements", "1000", "5000", "--strategies", "pageable", "--plot", str(path)]) == 0
+    assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+def test_a_plot_that_cannot_be_made_is_refused_before_anything_is_measured(capsys, tmp_path, monkeypatch):
+    def refused(path):
+        with pytest.raises(SystemExit) as caught:
+            bench.main([*SMALL, "--plot", str(path)])
+        assert caught.value.code == 2
+        return capsys.readouterr().err
+
+    assert "ends in .png, .svg, .pdf" in refused(tmp_path / "rates.txt")
+    assert "there is no directory" in refused(tmp_path / "nowhere" / "rates.png")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert "host-to-device-transfer[plot]" in refused(tmp_path / "rates.png")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--element", "5", "--bogus"], "unrecognized arguments: --bogus"),
+        (["--elements", "2^"], "expected a whole number from 1"),
+        (["--rounds", "0"], "expected a whole number from 1"),
+        (["--dtypes", "int8"], "expected one of bfloat16"),
+        (["--strategies", "pinned_stage"], "pinned_staged"),
+        (["--accelerator", "simulate"], "simulated"),
+        (["--config", "nowhere.yaml"], "nowhere.yaml"),
+    ],
+)
+def test_wrong_arguments_end_with_status_2(capsys, arguments, message):
+    with pytest.raises(SystemExit) as caught:
+        bench.main(arguments)
+    assert caught.value.code == 2
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert printed.out == ""
+
+
+def test_a_configuration_gives_strategies_their_sections(capsys, tmp_path):
+    path = tmp_path / "transfer.yaml"
+    path.write_text("transfer: {pinned_staged: {chunk_elements: 1000, buffers: 3}}")
+    _, report = report_of(capsys, *SMALL, "--strategies", "pinned_staged", "--config", str(path))
+    assert [one["pinned_bytes"] for one in report["measurements"] if one["scheme"] == "pinned_staged"] == [6000]
+
+
+def test_an_accelerator_that_is_not_here_is_one_sentence(capsys, monkeypatch):
+    monkeypatch.setattr(get_accelerator("simulated"), "unavailable_reason", lambda: "It is at the repair shop.")
+    assert bench.main([*SMALL, "--json"]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "It is at the repair shop." in printed.err
+
+
+def test_numbers_as_people_write_them():
+    assert [count(text) for text in ("7", "2^28", "2**10", "1e9", "1_000")] == [7, 268435456, 1024, 10**9, 1000]
+    for text in ("0", "-1", "1.5", "2^-1", "2^2^2", "many", "", "nan", "inf", "10^99", "2^63"):
+        with pytest.raises(argparse.ArgumentTypeError):
+            count(text)
+    assert [shown(number) for number in (1000, 2**9, 2**28, 2**28 + 1)] == ["1,000", "512", "2^28", "268,435,457"]
+    assert dtype_name("fp16") == "float16"
+
+
+def test_bits_are_compared_and_not_values():
+    assert not bits.same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
+    assert bits.same_bits(torch.tensor([float("nan")]), torch.tensor([float("nan")]))
+    assert not bits.same_bits(torch.zeros(3), torch.zeros(2))
+    values = torch.arange(10.0)
+    assert bits.same_bits(values.bfloat16(), values, chunk_elements=3)
+    changed = values.bfloat16()
+    changed[9] = 9.0625
+    assert not bits.same_bits(changed, values, chunk_elements=3)
+
+
+@pytest.mark.parametrize("elements", [1, 7, 1000])
+def test_values_to_copy_hold_edges_but_nothing_like_the_poison(elements):
+    values = bits.source_values(elements)
+    assert values.shape == (elements,)
+    assert not values.isnan().any()
+    if elements == 1000:
+        for end in (values[:20], values[-20:]):
+            assert end.isinf().any()
+            assert ((end != 0) & (end.abs() < 2**-126)).any(), "an fp32 subnormal"
+    destination = values.half()
+    bits.poison(destination)
+    assert destination.isnan().all()

@@ -1,0 +1,107 @@
+"""``h2d bench``: every strategy on this machine, beside what others do and what the link allows."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .bench_options import add_common_options, choices, run_worker
+from .quantities import count, dtype_name
+
+SCHEMA_VERSION = 1
+
+_EPILOG = """\
+`h2d bench zero3` measures whole optimizer steps of ZeRO-3; `h2d bench zero3 --help` lists its options.
+Exit status: 0; 1 where a scheme left wrong bits or the work failed; 2 where the arguments are wrong.
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measures copies, or hands over to ``zero3``; returns the exit status."""
+    if arguments and arguments[0] == "zero3":
+        from .bench_zero3 import main as zero3_main
+
+        return zero3_main(arguments[1:])
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    strategies = choices(parser, options)
+    if options.plot is not None:
+        from .plot import why_no_plot
+
+        obstacle = why_no_plot(options.plot)
+        if obstacle is not None:
+            parser.error(f"argument --plot: {obstacle}")
+    measured = run_worker(
+        "transfer.cli.bench_copy:measure",
+        {
+            "elements": options.elements,
+            "dtypes": options.dtypes,
+            "strategies": strategies,
+            "rounds": options.rounds,
+            "accelerator": options.accelerator,
+            "config": options.config,
+        },
+        options,
+    )
+    if measured is None:
+        return 1
+    report = _report(options, measured)
+    if options.json:
+        print(json.dumps(report, indent=1))
+    else:
+        from .copy_report import show
+
+        show(report)
+    if options.plot is not None:
+        from .plot import plot
+
+        plot(report, options.plot)
+    return 0 if all(one["right_bits"] for one in report["measurements"]) else 1
+
+
+def _report(options: argparse.Namespace, measured: dict[str, Any]) -> dict[str, Any]:
+    from .copy_figures import with_figures
+
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "command": "bench",
+        "hardware": measured["hardware"],
+        "ranks": options.ranks,
+        "rounds": options.rounds,
+        "source_dtype": "float32",
+        "measurements": list(with_figures(measured["measurements"])),
+        "not_run": measured["not_run"],
+    }
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="h2d bench",
+        description="Copies fp32 master partitions from the host to the device in every way that runs here, in turn.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_common_options(parser)
+    sizes = [2**20, 2**24, 2**28]
+    parser.add_argument(
+        "--elements",
+        type=count,
+        nargs="+",
+        default=sizes,
+        metavar="N",
+        help="elements of the partition, such as 1000000, 1e6 or 2^28; several (default: 2^20 2^24 2^28)",
+    )
+    parser.add_argument(
+        "--dtypes",
+        type=dtype_name,
+        nargs="+",
+        default=["bfloat16"],
+        metavar="DTYPE",
+        help="of the destination: bfloat16 (default), float16, float32; several",
+    )
+    parser.add_argument("--rounds", type=count, default=7, metavar="N", help="measurements of each scheme (default 7)")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw rate against size into a .png, .svg or .pdf")
+    return parser

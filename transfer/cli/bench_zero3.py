@@ -1,0 +1,118 @@
+"""``h2d bench zero3``: the optimizer step of ZeRO-3, with every copy-back in turn."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from .bench_options import add_common_options, choices, run_worker
+from .quantities import count
+from .ranks import usable_cores
+
+SCHEMA_VERSION = 1
+
+_MOST_THREADS = 12  # more do not make DeepSpeed's CPU Adam faster
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measures steps; returns the exit status."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    strategies = choices(parser, options)
+    layers, hidden = _shape(parser, options)
+    if options.threads is None:
+        options.threads = max(1, min(_MOST_THREADS, usable_cores() // options.ranks))
+    given = {
+        "layers": layers,
+        "hidden": hidden,
+        "sub_groups": options.sub_groups,
+        "batch": options.batch,
+        "sequence": options.sequence,
+        "steps": options.steps,
+        "optimizer": options.optimizer,
+        "verify_every_step": options.verify_every_step,
+        "strategies": strategies,
+        "accelerator": options.accelerator,
+        "config": options.config,
+    }
+    # In processes of its own even for one rank: DeepSpeed's accelerator and process group are the process's.
+    measured = run_worker("transfer.zero3_bench:measure", given, options, spawn=True, process_group=False)
+    if measured is None:
+        return 1
+    report = _report(options.ranks, given, measured)
+    if options.json:
+        print(json.dumps(report, indent=1))
+    else:
+        from .zero3_report import show
+
+        show(report)
+    return 0 if all(one["right_bits"] is not False for one in report["measurements"]) else 1
+
+
+def _report(ranks: int, given: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
+    from .summary import slowest
+    from .zero3_figures import with_figures
+
+    lock_seconds = slowest(measured["page_lock"]["seconds_by_rank"])
+    gib = measured["engine"]["master_bytes"] / 2**30
+    per_gib = statistics.median(lock_seconds) / gib if lock_seconds else None
+    told = {key: value for key, value in given.items() if key not in ("accelerator", "config", "strategies")}
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "command": "bench zero3",
+        "hardware": measured["hardware"],
+        "ranks": ranks,
+        **told,
+        "engine": measured["engine"],
+        "page_lock": {**measured["page_lock"], "seconds": lock_seconds, "seconds_per_gib": per_gib},
+        "measurements": list(with_figures(measured["measurements"])),
+        "not_run": measured["not_run"],
+    }
+
+
+def _shape(parser: argparse.ArgumentParser, options: argparse.Namespace) -> tuple[int, int]:
+    """Layers and width of the model. Ends the program with status 2 where they are not well given."""
+    from .transformer import HEAD_WIDTH, Shape
+
+    if (options.layers is None) != (options.hidden is None):
+        parser.error("--layers and --hidden go together")
+    if options.layers is None:
+        shape = Shape.of(options.parameters or 10**9)
+        return shape.layers, shape.hidden
+    if options.parameters is not None:
+        parser.error("give either --parameters or --layers and --hidden")
+    if options.hidden % HEAD_WIDTH:
+        parser.error(f"argument --hidden: expected a multiple of {HEAD_WIDTH}, not {options.hidden}")
+    return options.layers, options.hidden
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="h2d bench zero3",
+        description="Trains a transformer on random tokens under ZeRO-3 with its optimizer on the host, and measures "
+        "optimizer steps and whole iterations with every copy-back, step by step in turn.",
+        epilog="Exit status: 0; 1 where a scheme left wrong bits or the work failed; 2 where the arguments are wrong.",
+    )
+    add_common_options(parser)
+    parser.add_argument("--parameters", type=count, metavar="N", help="of the model, about (default 1e9)")
+    parser.add_argument("--layers", type=count, metavar="N", help="instead of --parameters, with --hidden")
+    parser.add_argument("--hidden", type=count, metavar="N", help="width of each layer, a multiple of 64")
+    parser.add_argument("--sub-groups", type=count, default=4, metavar="N", help="on each rank, at most (default 4)")
+    parser.add_argument("--steps", type=count, default=12, metavar="N", help="of each scheme (default 12)")
+    parser.add_argument("--batch", type=count, default=1, metavar="N", help="sequences on each rank (default 1)")
+    parser.add_argument("--sequence", type=count, default=512, metavar="N", help="tokens in each (default 512)")
+    parser.add_argument(
+        "--optimizer",
+        choices=("cpu_adam", "adamw"),
+        default="cpu_adam",
+        help="cpu_adam: DeepSpeed's, which needs a compiler (default); adamw: torch's own",
+    )
+    parser.add_argument(
+        "--verify-every-step",
+        action="store_true",
+        help="compare bits after every step, not only after the first and the last",
+    )
+    return parser

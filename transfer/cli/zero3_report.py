@@ -1,0 +1,79 @@
+"""How ``h2d bench zero3`` shows its result."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+from rich.text import Text
+
+from .table import console, hardware_line, make_table, mebibytes, number, verdict
+
+_COLUMNS = (
+    "copy-back",
+    "step s",
+    "spread %",
+    "vs DeepSpeed",
+    "of the floor",
+    "iteration s",
+    "vs DeepSpeed",
+    "copy-back s",
+    "of the step",
+    "pinned MiB",
+    "locked MiB",
+    "device MiB",
+    "bits",
+)
+
+_NOTE = (
+    "Medians of {steps} steps, in turn; ratios are medians of the rounds' ratios. Spread: the interquartile range of "
+    "the step, in percent of its median. floor: the step with nothing copied back. copy-back: the step less the same "
+    "round's floor. pinned: memory that the scheme needs in addition; locked: masters that it page-locks in place; "
+    "device: peak memory above DeepSpeed's own. With several ranks each time is that of the slowest."
+)
+
+
+def show(report: Mapping[str, Any]) -> None:
+    """Prints the table, what could not run, and what page-locking cost."""
+    out, engine = console(), report["engine"]
+    out.print(Text(hardware_line(report["hardware"], report["ranks"])))
+    title = (
+        f"{engine['parameters']:,} parameters ({report['layers']} layers of {report['hidden']}), "
+        f"{len(engine['sub_group_elements'])} sub-groups a rank, {report['optimizer']}"
+    )
+    table = make_table(title, _COLUMNS)
+    for one in report["measurements"]:
+        table.add_row(*_row(one))
+    out.print(table)
+    for entry in report["not_run"]:
+        out.print(Text(f"not run: {entry['scheme']}: {entry['reason']}"))
+    page_lock = report["page_lock"]
+    if page_lock["seconds"]:
+        out.print(
+            Text(
+                f"page-locking the masters ({engine['master_bytes'] / 2**30:.2f} GiB a rank) when attached: "
+                f"{statistics.median(page_lock['seconds']):.3f} s, {page_lock['seconds_per_gib']:.3f} s per GiB"
+            )
+        )
+    out.print(Text(_NOTE.format(steps=report["steps"])))
+
+
+def _row(one: Mapping[str, Any]) -> tuple[str | Text, ...]:
+    figures = one["figures"]
+    uses = f" ({one['selected']})" if one["scheme"] in ("default", "configured") else ""
+    return (
+        one["scheme"] + uses,
+        number(figures["median_step_seconds"], ".3f"),
+        number(figures["spread_percent"], ".0f"),
+        number(figures["times_deepspeed"], ".2f", "x"),
+        number(figures["times_floor"], ".2f", "x"),
+        number(figures["median_iteration_seconds"], ".3f"),
+        number(figures["iteration_times_deepspeed"], ".2f", "x"),
+        number(figures["copy_back_seconds"], ".3f"),
+        number(figures["copy_back_share"], ".0%"),
+        mebibytes(one["pinned_bytes"]),
+        mebibytes(one["page_locked_bytes"]),
+        mebibytes(figures["device_bytes"]),
+        verdict(one["right_bits"]),
+    )
