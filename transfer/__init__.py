@@ -28,6 +28,7 @@ from .errors import (
     ForkedProcessError,
     InferenceTensorError,
     InvalidTensorError,
+    MachineProfileWarning,
     NotATensorError,
     PinnedMemoryWarning,
     StrategyRegistrationError,
@@ -39,6 +40,7 @@ from .errors import (
 )
 from .in_flight import EventCopy, InFlightCopy
 from .interface import HostToDeviceTransfer
+from .machine_profile import MachineProfile
 from .policy import Decision, TransferPolicy
 from .registry import get_strategy, register_strategy, strategy_names, unregister_strategy
 from .routed import build_transfer
@@ -67,6 +69,8 @@ __all__ = [
     "InFlightCopy",
     "InferenceTensorError",
     "InvalidTensorError",
+    "MachineProfile",
+    "MachineProfileWarning",
     "NotATensorError",
     "PageableTransfer",
     "PinnedDirectConfig",

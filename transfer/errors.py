@@ -19,6 +19,7 @@
 
     TransferWarning                 (UserWarning)
     ├── FallbackWarning             a slower strategy stands in; once for each transfer object
+    ├── MachineProfileWarning       `strategy: measured` without a profile of this machine; once
     └── PinnedMemoryWarning         more memory is pinned than the configuration says
 
 Each also derives from the builtin that a caller would catch. Errors of a vendor's own code reach
@@ -127,6 +128,10 @@ class TransferWarning(UserWarning):
 
 class FallbackWarning(TransferWarning):
     """A strategy cannot run here, and a slower one stands in for it from now on."""
+
+
+class MachineProfileWarning(TransferWarning):
+    """``strategy: measured`` has no profile of this machine, and the default policy applies."""
 
 
 class PinnedMemoryWarning(TransferWarning):

@@ -13,6 +13,7 @@ from accelerators import Accelerator
 from accelerators.hardware import cores, cpu_model, device_name
 
 from .config_fields import refuse
+from .host_memory import local_ranks
 from .strategy_config import ConfigModel
 
 #: Raised whenever a file written before could be misread.
@@ -206,12 +207,3 @@ class MachineProfile(ConfigModel):
                 again = f"`h2d tune --ranks {ranks} --threads {threads}` measures what runs here"
                 return f"The profile was measured with {then} {what}, and this process has {now}; {again}."
         return None
-
-
-def local_ranks() -> int:
-    """The ranks that the launcher started on this host; 1 without a launcher."""
-    for variable in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):  # torchrun's, DeepSpeed's
-        value = os.environ.get(variable, "")
-        if value.isdecimal() and int(value) > 0:
-            return int(value)
-    return 1

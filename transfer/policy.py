@@ -13,7 +13,11 @@ from accelerators import Accelerator
 from .accelerator_choice import AcceleratorChoice
 from .config_fields import MEASURED
 from .config_file import ConfigLike, resolve_config
+from .cost_model import choose
+from .errors import MachineProfileWarning
+from .machine_profile import MachineProfile
 from .strategies import PinnedDirectConfig
+from .warn import warn_caller
 
 #: Below this many bytes the fixed cost of staging outweighs what it gains.
 SMALL_BYTES = 2**20
@@ -35,8 +39,9 @@ class Decision:
 class TransferPolicy:
     """Picks a strategy for each copy from what the tensors are at that moment.
 
-    Pure: keeps nothing about tensors seen before, pins nothing, copies nothing, warns of nothing.
-    Making one calls no accelerator.
+    Pure: keeps nothing about tensors seen before, pins nothing, copies nothing. Making one calls no
+    accelerator. With ``strategy: measured`` it reads the machine's profile when it is made; where
+    there is none, or one of another machine, the first ``select`` warns once and the default policy applies.
 
     The first match decides: a copy within one side is ``pageable``; ``rules``, in order; ``strategy``, if it
     is not ``measured``; under 1 MiB at the destination, or an accelerator without streams, events or pinning
@@ -48,13 +53,16 @@ class TransferPolicy:
         accelerator: An accelerator, a registered name, or None for the configured one.
 
     Raises:
-        ConfigError: The configuration has mistakes.
+        ConfigError: The configuration, or the profile that it needs, has mistakes.
     """
 
     def __init__(self, config: ConfigLike | None = None, accelerator: Accelerator | str | None = None) -> None:
         self.config = resolve_config(config)
         self._choice = AcceleratorChoice(accelerator if accelerator is not None else self.config.accelerator)
         self._direct = cast(PinnedDirectConfig, self.config.section("pinned_direct"))
+        self._profile = MachineProfile.load() if self.config.strategy == MEASURED else None
+        self._profile_checked = self.config.strategy != MEASURED
+        self._candidates = {name: self.config.section(name) for name in ("pinned_direct", "pinned_staged", "pageable")}
 
     def select(self, destination: Tensor, source: Tensor) -> Decision:
         """The strategy for one copy. Takes about ten microseconds and does not block.
@@ -85,7 +93,10 @@ class TransferPolicy:
         obstacle = accelerator.capabilities.why_not("streams", "events", "pins_host_memory")
         if obstacle is not None:
             return Decision("pageable", obstacle)
-        return self._default(accelerator, source, pinned)
+        profile = self._profile_of(accelerator)
+        if profile is None:
+            return self._default(accelerator, source, pinned)
+        return self._measured(profile, accelerator, destination, source, pinned)
 
     def preparing(self, source: Tensor) -> tuple[str, ...]:
         """The strategies to which ``prepare`` should hand a source that will be copied from many times.
@@ -105,6 +116,35 @@ class TransferPolicy:
         ):
             chosen.add("pinned_direct")
         return tuple(sorted(chosen))
+
+    def _measured(
+        self, profile: MachineProfile, accelerator: Accelerator, destination: Tensor, source: Tensor, pinned: bool
+    ) -> Decision:
+        candidates = self._candidates
+        if not source.is_contiguous() or not (pinned or self._why_not_page_lock(accelerator, source) is None):
+            candidates = {name: config for name, config in candidates.items() if name != "pinned_direct"}
+        choice = choose(
+            profile,
+            candidates,
+            source.numel(),
+            source.dtype,
+            destination.dtype,
+            deferred=self.config.completion == "deferred",
+            source_pinned=pinned,
+        )
+        return Decision(choice.strategy, choice.reason)
+
+    def _profile_of(self, accelerator: Accelerator) -> MachineProfile | None:
+        """The profile if it is this machine's; says once if it is not."""
+        if not self._profile_checked:
+            self._profile_checked = True
+            reason = "There is no profile of this machine yet; `h2d tune` measures it in a minute."
+            if self._profile is not None:
+                reason = self._profile.mismatch(accelerator) or ""
+            if reason:
+                self._profile = None
+                warn_caller(f"`strategy: measured` falls back to the default policy. {reason}", MachineProfileWarning)
+        return self._profile
 
     def _default(self, accelerator: Accelerator, source: Tensor, pinned: bool) -> Decision:
         if not source.is_contiguous():

@@ -177,7 +177,7 @@ class _Bench:
             "right_bits": scheme.right_bits,
             "attach_seconds": scheme.attach_seconds,
             "pinned_bytes": 0 if transfer is None else transfer.pinned_bytes,
-            "scratch_bytes": getattr(transfer, "scratch_bytes", 0),
+            "scratch_bytes": 0 if transfer is None else transfer.scratch_bytes,
             "memory_rise_bytes": max(scheme.memory_rises, default=None),
         }
         every = self.ranks.gather(own)

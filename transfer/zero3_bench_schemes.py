@@ -79,26 +79,19 @@ class Scheme:
 def make_schemes(options: Mapping[str, Any], accelerator: Any) -> list[Scheme]:
     """Every scheme to measure; calls no accelerator yet."""
     given = resolve_config(options["config"])
-    # Without the key, every copy-back is waited for at once.
-    completions = ("immediate", "deferred") if "completion" in TransferConfig.model_fields else (None,)
     # Without a fallback: what cannot run is listed as such, and never measured under another's name.
     ring = {"strategy": "pinned_staged", "pinned_staged": {"chunk_elements": 2**26, "buffers": 2}, "fallback": False}
-    configs = {RING: _with_completion(ring, completions[0])}
+    configs = {RING: TransferConfig(**ring, completion="immediate")}
     for strategy in options["strategies"]:
-        for completion in completions:
-            name = strategy if completion is None else f"{strategy}, {completion}"
+        for completion in ("immediate", "deferred"):
             config = {"strategy": strategy, strategy: given.section(strategy), "fallback": False}
-            configs[name] = _with_completion(config, completion)
+            configs[f"{strategy}, {completion}"] = TransferConfig(**config, completion=completion)
     configs["default"] = TransferConfig()
     if options["config"] is not None:
         configs["configured"] = given
     schemes = [Scheme(DEEPSPEED), Scheme(FLOOR)]
     schemes += [Scheme(name, config, build_transfer(config, accelerator)) for name, config in configs.items()]
     return schemes
-
-
-def _with_completion(config: Mapping[str, Any], completion: str | None) -> TransferConfig:
-    return TransferConfig(**config, **({} if completion is None else {"completion": completion}))
 
 
 def rewrite(engine: Any) -> None:

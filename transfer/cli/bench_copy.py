@@ -172,7 +172,7 @@ def _result(scheme: _Scheme, case: _Case) -> dict[str, Any]:
         "right_bits": scheme.right_bits,
         "pinned_bytes": transfer.pinned_bytes,
         "page_locked_bytes": scheme.source.nbytes if scheme.page_lock_seconds is not None else 0,
-        "device_bytes": getattr(transfer, "scratch_bytes", 0),
+        "device_bytes": transfer.scratch_bytes,
         "page_lock_seconds": scheme.page_lock_seconds,
     }
     every = case.ranks.gather(own)
