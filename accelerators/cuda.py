@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import dataclasses
+import functools
+
 import torch
 from torch import Tensor
 
 from .deepspeed_adapter import DeepSpeedAdapter
+from .protocol import Capabilities
+
+#: CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM, of the CUDA driver API.
+_HOST_POINTER_ATTRIBUTE = 91
 
 
 class CudaAccelerator(DeepSpeedAdapter):
@@ -17,6 +26,15 @@ class CudaAccelerator(DeepSpeedAdapter):
         if not torch.cuda.is_available():
             return f"CUDA is not available: torch {torch.__version__} finds no usable GPU or driver."
         return None
+
+    @functools.cached_property
+    def capabilities(self) -> Capabilities:
+        return dataclasses.replace(super().capabilities, maps_host_memory=_host_pointers_work())
+
+    def device_view(self, tensor: Tensor) -> Tensor:
+        """The same pinned host memory as a tensor on the device that it was registered with."""
+        flat = torch.as_tensor(_DeviceMemory(tensor.data_ptr(), tensor.numel() * tensor.element_size()))
+        return flat.view(tensor.dtype).view(tensor.shape)
 
     def is_pinned(self, tensor: Tensor) -> bool:
         # Under DS_PIN_MEMORY_BACKEND=native, DeepSpeed says True for memory that it could page-lock but
@@ -32,6 +50,34 @@ class CudaAccelerator(DeepSpeedAdapter):
             # unrelated kernel launch would report it (seen on an H200); let ours be that launch.
             _take_last_error()
             raise
+
+
+class _DeviceMemory:
+    """Bytes at an address, in the form in which libraries hand device memory to each other."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 2,
+        }
+
+
+def _host_pointers_work() -> bool:
+    """Whether every device reads registered host memory at the host's own address."""
+    if torch.version.cuda is None or not torch.cuda.is_available():
+        return False
+    with contextlib.suppress(OSError, AttributeError):
+        driver = ctypes.CDLL("libcuda.so.1")
+        torch.cuda.current_device()  # starts the driver
+        value = ctypes.c_int(0)
+        asked = (
+            driver.cuDeviceGetAttribute(ctypes.byref(value), _HOST_POINTER_ATTRIBUTE, index) == 0 and value.value == 1
+            for index in range(torch.cuda.device_count())
+        )
+        return all(asked)
+    return False
 
 
 def _take_last_error() -> None:

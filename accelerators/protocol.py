@@ -30,6 +30,9 @@ class Capabilities:
             asked for, as torch's caching host allocator does (pytorch issue 150517).
         register_alignment_bytes: ``register_host_memory`` wants addresses that are multiples of this;
             callers round down.
+        maps_host_memory: The accelerator has a method ``device_view(tensor)`` beyond the protocol's required
+            ones: the same contiguous, pinned host memory as a tensor that the device addresses. A
+            copy from it on a stream reads across the link. The caller keeps ``tensor`` alive.
         reasons: For a capability that is False, its name and why, as one sentence.
     """
 
@@ -40,6 +43,7 @@ class Capabilities:
     copies_asynchronously: bool
     pin_rounds_to_power_of_two: bool = False
     register_alignment_bytes: int = 1
+    maps_host_memory: bool = False
     reasons: Mapping[str, str] = field(default_factory=dict)
 
     def why_not(self, *names: str) -> str | None:

@@ -46,6 +46,7 @@ class SimulatedAccelerator:
         seed: Fixes the order of copies where streams leave a choice.
         streams: False for an accelerator without streams (``Stream`` is None).
         events: False for an accelerator without events (``Event`` is None).
+        maps_host_memory: Whether ``device_view`` may be used.
         pin_limit_bytes: ``pin_empty`` and ``register_host_memory`` raise ``RuntimeError`` where
             more than this many bytes would be pinned, like a memlock limit. None: no limit.
     """
@@ -53,9 +54,16 @@ class SimulatedAccelerator:
     name = "simulated"
 
     def __init__(
-        self, seed: int = 0, *, streams: bool = True, events: bool = True, pin_limit_bytes: int | None = None
+        self,
+        seed: int = 0,
+        *,
+        streams: bool = True,
+        events: bool = True,
+        maps_host_memory: bool = True,
+        pin_limit_bytes: int | None = None,
     ) -> None:
         self.seed = seed
+        self.maps_host_memory = maps_host_memory
         self.pin_limit_bytes = pin_limit_bytes
         self._queue = LateQueue(seed)
         self._pinned = MemoryRanges()
@@ -77,6 +85,7 @@ class SimulatedAccelerator:
             pins_host_memory=True,
             registers_host_memory=True,
             copies_asynchronously=True,
+            maps_host_memory=self.maps_host_memory,
             reasons={
                 "streams": "This simulated accelerator was made without streams.",
                 "events": "This simulated accelerator was made without events.",
@@ -173,6 +182,17 @@ class SimulatedAccelerator:
         """
         self._device.add(tensor)
         return tensor
+
+    def device_view(self, tensor: Tensor) -> Tensor:
+        """The same memory as a tensor on the device.
+
+        Raises:
+            RuntimeError: It is not pinned, so that the device cannot read it.
+        """
+        if not self.is_pinned(tensor):
+            raise RuntimeError(f"the device cannot address {tensor.nbytes} bytes of host memory that are not pinned")
+        raw = torch.from_numpy(tensor.detach().view(-1).view(torch.uint8).numpy())  # another storage
+        return self.adopt(raw).view(tensor.dtype).view(tensor.shape)
 
     def enqueue_copy(self, destination: Tensor, source: Tensor) -> None:
         late = destination.dtype == source.dtype or self.on_device(source)

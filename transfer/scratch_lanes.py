@@ -1,4 +1,4 @@
-"""Lanes on the device: a stream and a scratch buffer each, for values that are cast where they arrive."""
+"""Lanes on the device: a stream each, and a scratch buffer for values that are cast where they arrive."""
 
 from __future__ import annotations
 
@@ -87,8 +87,9 @@ class ScratchLanes:
         """Queues a copy; returns at once.
 
         Args:
-            chunks: Views of destination and source that belong together, of at most
-                ``chunk_elements``; the source's are contiguous and device-registered.
+            chunks: Views of destination and source that belong together. The source's are contiguous and
+                device-registered, and of at most ``chunk_elements`` where they need scratch; or they are
+                the source as the device addresses it.
             whole: Destination and source, which live as long as the copy.
             counters: Where waits for the copy are counted.
 
@@ -123,13 +124,19 @@ class ScratchLanes:
         return copy
 
     def _cross_chunk(self, lane: _Lane, target: Tensor, piece: Tensor) -> None:
-        if target.dtype == piece.dtype and target.is_contiguous():
+        if lane.scratch is None or not self.needs_scratch(target, piece):
             self._accelerator.enqueue_copy(target, piece)
             return
-        assert lane.scratch is not None  # noqa: S101 - allocated by the caller
-        scratch = lane.scratch.narrow(0, 0, piece.numel()).view(piece.shape)
+        scratch = lane.scratch
+        if piece.shape != scratch.shape:
+            scratch = scratch.narrow(0, 0, piece.numel()).view(piece.shape)
         self._accelerator.enqueue_copy(scratch, piece)
         self._accelerator.enqueue_copy(target, scratch)
+
+    def needs_scratch(self, target: Tensor, piece: Tensor) -> bool:
+        """Whether the bytes cannot cross right into the destination."""
+        in_place = target.dtype == piece.dtype and target.is_contiguous()
+        return not in_place and not self._accelerator.on_device(piece)
 
     def settle(self, wait: bool = False) -> None:
         """Forgets the copies that are finished.

@@ -59,14 +59,19 @@ class TestPinnedDirect(OnEveryAccelerator):
         return PreparesFirst(accelerator=accelerator, chunk_elements=256)
 
 
-class TestPinnedDirectWithOneBuffer(OnEveryAccelerator):
+class TestPinnedDirectInChunks(OnEveryAccelerator):
     def make_transfer(self, accelerator):
-        return PreparesFirst(accelerator=accelerator, chunk_elements=300, buffers=1)
+        return PreparesFirst(accelerator=accelerator, mapped=False, chunk_elements=256)
 
 
-class TestPinnedDirectWithFiveBuffers(OnEveryAccelerator):
+class TestPinnedDirectInChunksWithOneBuffer(OnEveryAccelerator):
     def make_transfer(self, accelerator):
-        return PreparesFirst(accelerator=accelerator, chunk_elements=127, buffers=5)
+        return PreparesFirst(accelerator=accelerator, mapped=False, chunk_elements=300, buffers=1)
+
+
+class TestPinnedDirectInChunksWithFiveBuffers(OnEveryAccelerator):
+    def make_transfer(self, accelerator):
+        return PreparesFirst(accelerator=accelerator, mapped=False, chunk_elements=127, buffers=5)
 
 
 class TestDefaultPolicy(OnEveryAccelerator):

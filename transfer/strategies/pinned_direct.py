@@ -27,7 +27,11 @@ class PinnedDirectConfig(StrategyConfig):
     """The section ``pinned_direct``.
 
     Attributes:
-        chunk_elements: Elements in each scratch buffer on the device.
+        mapped: Whether the device reads the source where it is and casts it, in a single kernel, on
+            accelerators that can (``Capabilities.maps_host_memory``): next to nothing for the host to do,
+            and no scratch, but the device computes nothing else meanwhile. False: chunks cross by the
+            copy engine, at 3% more of the link's speed.
+        chunk_elements: Elements in each scratch buffer on the device, where chunks cross.
         buffers: Scratch buffers, each with a stream. With two, one is cast from while the other fills.
         page_lock: Whether ``prepare`` page-locks sources in place. False: only sources that the
             device can read already go directly.
@@ -35,6 +39,7 @@ class PinnedDirectConfig(StrategyConfig):
             host, or the process's control group, has left, divided by the local ranks.
     """
 
+    mapped: Flag = True
     chunk_elements: Elements = 2**22
     buffers: BufferCount = 2
     page_lock: Flag = True
@@ -53,7 +58,10 @@ class PinnedDirectConfig(StrategyConfig):
 
 
 class PinnedDirectTransfer(ExclusiveTransfer):
-    """Chunks cross as they are into device scratch and are cast there; the host only queues them.
+    """The device reads the source itself and casts it; the host only queues the work.
+
+    Where the accelerator maps host memory and a cast is needed, one kernel does both. Otherwise chunks
+    cross as they are into device scratch and are cast there.
 
     The source must be readable by the device: pinned when it was made, or page-locked in place by
     ``prepare``, which blocks for about 50 ms a GiB, once for each storage however many views of it are
@@ -66,8 +74,8 @@ class PinnedDirectTransfer(ExclusiveTransfer):
     from the host to the device is a plain copy.
 
     Source access: until ``wait`` or ``release_source`` has returned; until then the copy keeps source
-    and destination alive. ``submit`` does not block. Takes ``Config.scratch_bytes(source.dtype)`` of
-    device memory for each device and source dtype, none for copies without a cast. Threads take turns; a
+    and destination alive. ``submit`` does not block. Chunks that are cast take
+    ``Config.scratch_bytes(source.dtype)`` of device memory for each device and source dtype. Threads take turns; a
     submit from inside another one of the same thread is staged.
     """
 
@@ -151,18 +159,28 @@ class PinnedDirectTransfer(ExclusiveTransfer):
     def _cross(self, accelerator: Accelerator, destination: Tensor, source: Tensor) -> InFlightCopy:
         self._held.release()  # where an earlier close was interrupted
         obstacle = self._obstacle(accelerator, source)
-        lanes = None if obstacle is not None else self._lanes(accelerator, destination, source)
-        if lanes is None:
-            if obstacle is not None:
-                self._require_fallback(f"pinned_direct cannot copy this source. {obstacle}")
+        if obstacle is not None:
+            self._require_fallback(f"pinned_direct cannot copy this source. {obstacle}")
             return self._pass_on(self._stand_in, destination, source)
-        chunks = list(paired_chunks(destination, source, self.config.chunk_elements))
-        lock = self._held.locks.get(source.untyped_storage()._cdata)
-        if lock is not None and (cuts := lock.cuts(source)):
-            chunks = list(cut_at(chunks, [source.data_ptr() + cut * source.element_size() for cut in cuts]))
+        lanes = self._lanes(accelerator, destination, source)
+        chunks = self._chunks(accelerator, destination, source)
+        if any(lanes.needs_scratch(*chunk) for chunk in chunks[:1]) and not self._allocate(lanes, source):
+            return self._pass_on(self._stand_in, destination, source)
         self._counters.add(pieces=len(chunks))
         copy: InFlightCopy = lanes.cross(chunks, (destination, source), self._counters)
         return copy
+
+    def _chunks(self, accelerator: Accelerator, destination: Tensor, source: Tensor) -> list[tuple[Tensor, Tensor]]:
+        if self.config.mapped and destination.dtype != source.dtype and accelerator.capabilities.maps_host_memory:
+            # Not of the protocol's required part: an accelerator with the capability has it.
+            view: Tensor = accelerator.device_view(source)  # type: ignore[attr-defined]
+            if view.device == destination.device:
+                return [(destination, view)]
+        chunks = list(paired_chunks(destination, source, self.config.chunk_elements))
+        lock = self._held.locks.get(source.untyped_storage()._cdata)
+        if lock is not None and (cuts := lock.cuts(source)):
+            return list(cut_at(chunks, [source.data_ptr() + cut * source.element_size() for cut in cuts]))
+        return chunks
 
     def _obstacle(self, accelerator: Accelerator, source: Tensor) -> str | None:
         """Why the device cannot read this source as it is, in one sentence, or None."""
@@ -189,23 +207,24 @@ class PinnedDirectTransfer(ExclusiveTransfer):
             return True
         return accelerator.is_pinned(source)
 
-    def _lanes(self, accelerator: Accelerator, destination: Tensor, source: Tensor) -> ScratchLanes | None:
-        """The lanes to the destination's device, or None where there is no memory for their scratch."""
+    def _lanes(self, accelerator: Accelerator, destination: Tensor, source: Tensor) -> ScratchLanes:
         key = (id(accelerator), destination.device, source.dtype)
         lanes = self._held.lanes.get(key)
         if lanes is None:
             index = destination.device.index
             lanes = ScratchLanes(accelerator, source.dtype, self.config.chunk_elements, self.config.buffers, index)
             self._held.lanes[key] = lanes
-        if destination.dtype == source.dtype and destination.is_contiguous():
-            return lanes
+        return lanes
+
+    def _allocate(self, lanes: ScratchLanes, source: Tensor) -> bool:
+        """Whether there is device memory for the scratch of these lanes."""
         error = lanes.allocate()
         if error is None:
-            return lanes
+            return True
         wanted = self.config.scratch_bytes(source.dtype)
         remedy = "Lower `pinned_direct.chunk_elements`."
         self._require_fallback(f"{wanted} bytes of device scratch are refused: {error}. {remedy}", error)
-        return None
+        return False
 
 
 class _Held:
