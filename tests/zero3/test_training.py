@@ -16,14 +16,21 @@ import torch
 from accelerators.testing import unavailable_reason
 
 STAGED = {"strategy": "pinned_staged", "pinned_staged": {"chunk_elements": 1000}}
+DIRECT = {"strategy": "pinned_direct", "fallback": False}
+IN_CHUNKS = {**DIRECT, "pinned_direct": {"mapped": False, "chunk_elements": 1000}}
 PLAIN_RUNS = [
     {"name": "deepspeed", "how": "none"},
     {"name": "pageable", "how": "attach", "transfer": {"strategy": "pageable"}},
     {"name": "staged", "how": "attach", "transfer": STAGED},
     {"name": "installed", "how": "install", "transfer": STAGED},
     {"name": "section", "how": "section", "section": STAGED},
+    {"name": "direct", "how": "attach", "transfer": DIRECT},
+    {"name": "direct in chunks", "how": "install", "transfer": IN_CHUNKS},
+    {"name": "direct, immediate", "how": "section", "section": {**IN_CHUNKS, "completion": "immediate"}},
+    {"name": "staged, immediate", "how": "attach", "transfer": {**STAGED, "completion": "immediate"}},
 ]
-STAGED_RUNS = ("staged", "installed", "section")
+DIRECT_RUNS = ("direct", "direct in chunks", "direct, immediate")
+STAGED_RUNS = ("staged", "installed", "section", "staged, immediate")
 
 
 def cases():
@@ -99,15 +106,24 @@ def test_every_master_on_the_host_goes_through_the_interface(trained):
     for name, results in trained.items():
         for result in results:
             expected = 0 if name == "deepspeed" else 3 * result["masters_on_host"]
-            assert result["submitted"] == expected
+            if result["submitted"] > expected > 0:  # the last master of each step went in tiles
+                assert "immediate" not in name
+                assert result["optimizer"] == "DeepSpeedCPUAdam"
+            else:
+                assert result["submitted"] == expected
             assert 0 < result["masters_on_host"] <= result["sub_groups"]
 
 
-def test_only_the_staged_runs_use_staging_buffers(trained):
+def test_each_run_pins_what_its_strategy_needs(trained):
     for name, results in trained.items():
         for result in results:
             # Two buffers of 1,000 elements of 2 bytes.
-            assert result["pinned_bytes"] == (4000 if name in STAGED_RUNS else 0)
+            staging = 4000 if name in STAGED_RUNS else 0
+            masters = result["host_master_bytes"] if name in DIRECT_RUNS else 0
+            assert (result["pinned_bytes"], result["page_locked_bytes"]) == (staging + masters, masters)
+            assert set(result["stats"]) <= {"pageable", "pinned_direct", "pinned_staged"}
+            direct = result["stats"].get("pinned_direct", {"copies": 0})["copies"]
+            assert direct == (result["submitted"] if name in DIRECT_RUNS else 0)
 
 
 def test_nothing_stays_pinned_or_hooked(trained):
@@ -123,6 +139,63 @@ def test_partial_offload_left_masters_on_the_device(trained, request):
         pytest.skip("This run keeps every master on the host.")
     for result in trained["staged"]:
         assert result["masters_on_host"] < result["sub_groups"]
+
+
+def same(got, expected):
+    assert got["digest"] == expected["digest"]
+    assert got["losses"] == expected["losses"]
+    assert len(got["seen"]) == len(expected["seen"])
+    assert all(torch.equal(*pair) for pair in zip(got["seen"], expected["seen"], strict=True))
+
+
+DEFERRED_RUNS = [
+    {"name": "deepspeed", "how": "none"},
+    {"name": "staged", "how": "attach", "transfer": STAGED},
+    {"name": "direct", "how": "attach", "transfer": DIRECT},
+    {"name": "direct in chunks", "how": "attach", "transfer": IN_CHUNKS},
+]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_everything_that_reads_the_model_between_steps_sees_finished_copies(tmp_path, seed):
+    """Evaluation, fp32 parameters, checkpoints saved and loaded; gradients accumulate over two batches."""
+    spec = {
+        "accelerator": "simulated",
+        "seed": seed,
+        "dtype": "bf16",
+        "optimizer": "AdamW",
+        "steps": 6,
+        "look_between": str(tmp_path / "checkpoints"),
+        "deepspeed": {"gradient_accumulation_steps": 2},
+    }
+    results = train(spec, DEFERRED_RUNS, 2, tmp_path)
+    assert results["deepspeed"][0]["seen"]
+    for got in results.values():
+        for mine, theirs in zip(got, results["deepspeed"], strict=True):
+            same(mine, theirs)
+
+
+def test_steps_that_overflow_are_skipped(tmp_path):
+    spec = {"accelerator": "simulated", "dtype": "fp16", "optimizer": "AdamW", "overflows": True, "steps": 14}
+    results = train(spec, DEFERRED_RUNS, 2, tmp_path)
+    for name, got in results.items():
+        for mine, theirs in zip(got, results["deepspeed"], strict=True):
+            same(mine, theirs)
+            assert 0 < mine["skipped"] < 14
+            assert mine["submitted"] == (0 if name == "deepspeed" else (14 - mine["skipped"]) * mine["sub_groups"])
+
+
+def test_the_monitor_shows_what_each_step_copied(tmp_path):
+    monitor = {"enabled": True, "output_path": str(tmp_path / "csv"), "job_name": "h2d"}
+    spec = {"accelerator": "simulated", "dtype": "bf16", "optimizer": "AdamW", "deepspeed": {"csv_monitor": monitor}}
+    runs = [{"name": "direct", "how": "attach", "transfer": DIRECT}]
+    result = train(spec, runs, 2, tmp_path)["direct"][0]
+    rows = (tmp_path / "csv" / "h2d" / "Train_H2D_pinned_direct_bytes.csv").read_text().splitlines()
+    header, *values = [row.split(",") for row in rows]
+    # Four samples a step: two ranks with two each.
+    assert [int(float(step)) for step, _ in values] == [4, 8, 12]
+    assert header[1] == "Train_H2D_pinned_direct_bytes" or "bytes" in header[1]
+    assert [float(value) for _, value in values] == [result["stats"]["pinned_direct"]["bytes"] / 3] * 3
 
 
 def test_a_copy_that_nobody_waits_for_is_noticed(tmp_path):

@@ -2,7 +2,9 @@
 
 Usage, under torch.distributed.run: ``worker.py SPEC.json OUT``. The spec holds ``accelerator``,
 ``dtype``, ``optimizer`` (``AdamW`` or ``DeepSpeedCPUAdam``), ``zero`` and ``offload_optimizer`` (more of
-these sections), ``width`` of the model, and ``runs``: a name for each, and how its copies are done.
+these sections), ``deepspeed`` (more of the whole config), ``width`` of the model, ``look_between`` (whether
+everything that reads the model between steps is called there), and ``runs``: a name for each, and how its
+copies are done.
 """
 
 import hashlib
@@ -16,9 +18,11 @@ import torch
 
 import accelerators
 from accelerators.simulated import SimulatedAccelerator
-from transfer import InFlightCopy, PinnedStagedTransfer, build_transfer, zero3, zero3_hooks
+from transfer import InFlightCopy, PinnedStagedTransfer, build_transfer, zero3, zero3_hooks, zero3_tiles
 
 STEPS = 3
+#: Masters here are small: let the update of the last one be cut all the same.
+zero3_tiles.SMALLEST_ELEMENTS = zero3_tiles.ALIGNMENT_ELEMENTS = 1024
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "autocast": torch.float32}
 
 
@@ -38,6 +42,8 @@ def main():
     if spec["accelerator"] == "simulated":
         simulated = SimulatedAccelerator(seed=spec.get("seed", 0))
         deepspeed.accelerator.set_accelerator(simulated.as_deepspeed())
+        # torch computes in it on any CPU; DeepSpeed asks whether the CPU does so fast.
+        deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
     if spec["accelerator"] == "cuda":
         torch.cuda.set_device(local_rank)
     deepspeed.init_distributed()
@@ -67,10 +73,13 @@ def train(spec, run, simulated, rank):
     }
     if spec["dtype"] == "fp16":
         config["fp16"] = {"enabled": True, "loss_scale": 128}
+        if spec.get("overflows"):
+            config["fp16"] = {"enabled": True, "initial_scale_power": 24, "hysteresis": 1}
     elif spec["dtype"] == "bf16":
         config["bf16"] = {"enabled": True}
     else:
         config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
+    config.update(spec.get("deepspeed", {}))
     if run.get("section"):
         config["host_to_device_transfer"] = run["section"]
     if spec["optimizer"] == "DeepSpeedCPUAdam":
@@ -100,29 +109,44 @@ def train(spec, run, simulated, rank):
     elif how == "forgets_to_wait":
         transfer = zero3.attach(engine, ForgetsToWait(chunk_elements=1000))
     submitted = count_submits(transfer)
-    losses = []
+    losses, seen, skipped = [], [], 0
     generator = torch.Generator().manual_seed(100 + rank)
-    for _ in range(STEPS):
+    for number in range(spec.get("steps", STEPS)):
         batch = torch.randn(2, width, generator=generator).to(engine.device, dtype)
         loss = engine(batch).float().pow(2).mean()
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
+        skipped += bool(getattr(stage3, "overflow", False))
+        if spec.get("look_between"):
+            seen += look(engine, model, batch, number, Path(spec["look_between"], f"{run['name']}-{number}"))
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
         parameters = [parameter.detach().cpu().clone() for parameter in model.parameters()]
     partitions = [partition.cpu().clone() for partition in stage3.fp16_partitioned_groups_flat]
     on_host = [not accelerators.get_accelerator().on_device(p) for p in stage3.fp32_partitioned_groups_flat]
     pinned = transfer.pinned_bytes if transfer is not None else 0
+    page_locked = transfer.page_locked_bytes if transfer is not None else 0
+    host_master_bytes = sum(
+        p.untyped_storage().nbytes()
+        for p, here in zip(stage3.fp32_partitioned_groups_flat, on_host, strict=True)
+        if here
+    )
     engine.destroy()
     result = {
         "parameters": parameters,
         "partitions": partitions,
         "digest": hashlib.sha256(b"".join(p.view(torch.uint8).numpy().tobytes() for p in parameters)).hexdigest(),
         "losses": losses,
+        "seen": seen,
+        "skipped": skipped,
+        "stats": {name: vars(counts) for name, counts in transfer.stats().items()} if transfer is not None else {},
         "sub_groups": len(stage3.fp32_partitioned_groups_flat),
         "masters_on_host": sum(on_host),
         "submitted": len(submitted),
+        "optimizer": spec["optimizer"],
         "pinned_bytes": pinned,
+        "page_locked_bytes": page_locked,
+        "host_master_bytes": host_master_bytes,
         "pinned_bytes_after_destroy": transfer.pinned_bytes if transfer is not None else 0,
         "world_size": int(os.environ["WORLD_SIZE"]),
     }
@@ -130,6 +154,22 @@ def train(spec, run, simulated, rank):
         zero3.uninstall()
     result["hooks_left"] = len(zero3_hooks.active)
     return result
+
+
+def look(engine, model, batch, number, path):
+    """What each of DeepSpeed's ways to read the model says now; after the second step, from a checkpoint too."""
+    engine.eval()
+    with torch.no_grad():
+        seen = [engine(batch).cpu().clone()]
+    engine.train()
+    parameter = next(model.parameters())
+    seen.append(deepspeed.utils.safe_get_full_fp32_param(parameter).cpu().clone())
+    seen.append(deepspeed.utils.safe_get_local_fp32_param(parameter).cpu().clone())
+    if number == 1:
+        engine.save_checkpoint(str(path))
+        engine.load_checkpoint(str(path))
+    seen += [partition.cpu().clone() for partition in engine.optimizer.fp16_partitioned_groups_flat]
+    return seen
 
 
 def count_submits(transfer):
