@@ -35,6 +35,65 @@ class Stage3:
         self.calls.append("destroy")
 
 
+class SteppingStage3(Stage3):
+    """With DeepSpeed's order of a step: update, copy-back and release of each sub-group, then the end.
+
+    An update adds one to the master. ``seen_at_update`` and ``seen_at_gather`` are what the partitions
+    held when an update began, and when parameters would have been gathered.
+    """
+
+    def __init__(self, simulated, sub_groups=2):
+        super().__init__(simulated, sub_groups)
+        for partition in self.fp16_partitioned_groups_flat:
+            partition.fill_(-1)
+        self.optimizer = None
+        self.overflow = False
+        self.raise_at = self.call_at = None
+        self.seen_at_update, self.seen_at_gather = [], None
+        self.swap_buffer = None
+
+    def values(self):
+        return [partition.tolist() for partition in self.fp16_partitioned_groups_flat]
+
+    def use_swap_buffers(self, accelerator):
+        """Keeps the masters elsewhere, and brings each into one pinned buffer for its update."""
+        self.swap_optimizer = True
+        self.on_disk = [master.clone() for master in self.fp32_partitioned_groups_flat]
+        self.swap_buffer = accelerator.pin_empty(8, dtype=torch.float32)
+        self.fp32_partitioned_groups_flat = [torch.nn.Parameter(torch.empty(0)) for _ in self.on_disk]
+
+    def step(self, closure=None):
+        if self.overflow:
+            return
+        for sub_group_id in range(len(self.fp32_partitioned_groups_flat)):
+            if self.swap_buffer is not None:
+                self.swap_buffer.copy_(self.on_disk[sub_group_id])
+                self.fp32_partitioned_groups_flat[sub_group_id].data = self.swap_buffer
+            self._optimizer_step(sub_group_id)
+            self._reassign_or_swap_out_partitioned_parameters(sub_group_id)
+            self._release_sub_group(sub_group_id, set())
+        self._post_step(set())
+
+    def _optimizer_step(self, sub_group_id):
+        self.seen_at_update.append(self.values())
+        self.fp32_partitioned_groups_flat[sub_group_id].data.add_(1)
+        for action, found in (("raise", self.raise_at), ("call", self.call_at)):
+            if found is not None and found[0] == sub_group_id:
+                if action == "raise":
+                    raise found[1]
+                found[1]()
+
+    def _release_sub_group(self, sub_group_id, timer_names):
+        if self.swap_buffer is not None:
+            self.on_disk[sub_group_id].copy_(self.swap_buffer)
+            self.fp32_partitioned_groups_flat[sub_group_id].data = torch.empty(0)
+            self.swap_buffer.fill_(-99)
+
+    def _post_step(self, timer_names):
+        self.calls.append("post")
+        self.seen_at_gather = self.values()
+
+
 class SuperOffload(Stage3):
     """Overrides the copy-back without calling the class above, as SuperOffload does."""
 

@@ -74,7 +74,7 @@ def train(spec, run, simulated, rank):
     if spec["dtype"] == "fp16":
         config["fp16"] = {"enabled": True, "loss_scale": 128}
         if spec.get("overflows"):
-            config["fp16"] = {"enabled": True, "initial_scale_power": 24, "hysteresis": 1}
+            config["fp16"] = {"enabled": True, "initial_scale_power": 28, "hysteresis": 1}
     elif spec["dtype"] == "bf16":
         config["bf16"] = {"enabled": True}
     else:

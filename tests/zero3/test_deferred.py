@@ -1,0 +1,192 @@
+"""When copies of a step are finished: on a stand-in with DeepSpeed's order of a step, copies as late as may be."""
+
+import gc
+
+import pytest
+import torch
+
+from tests.zero3.stand_ins import Spy, SteppingStage3, engine_of
+from transfer import InvalidTensorError, TransferConfig, build_transfer, zero3
+
+DIRECT = {"strategy": "pinned_direct", "pinned_direct": {"mapped": False, "chunk_elements": 3}, "fallback": False}
+STAGED = {"strategy": "pinned_staged", "pinned_staged": {"chunk_elements": 3}}
+BEFORE = [-1.0] * 8
+
+
+def after(sub_group_id, steps=1):
+    """What a partition of the stand-in holds after so many steps."""
+    return [float(value + sub_group_id + steps) for value in range(8)]
+
+
+@pytest.fixture(params=[DIRECT, STAGED], ids=["direct", "staged"])
+def config(request):
+    return request.param
+
+
+@pytest.fixture
+def optimizer(simulated):
+    return SteppingStage3(simulated, sub_groups=3)
+
+
+def test_copies_run_behind_the_next_update_and_are_finished_before_parameters_are_gathered(simulated, optimizer):
+    zero3.attach(optimizer, build_transfer(DIRECT, simulated))
+    optimizer.step()
+    first_update, second_update, third_update = optimizer.seen_at_update
+    assert first_update == [BEFORE] * 3
+    assert second_update[0] == BEFORE, "submitted, and nobody has waited"
+    assert third_update[:2] == [BEFORE] * 2
+    assert optimizer.seen_at_gather == [after(0), after(1), after(2)]
+    assert optimizer.values() == optimizer.seen_at_gather
+
+
+def test_immediate_completion_waits_in_each_copy_back(simulated, optimizer, config):
+    zero3.attach(optimizer, build_transfer({**config, "completion": "immediate"}, simulated))
+    optimizer.step()
+    assert optimizer.seen_at_update[1] == [after(0), BEFORE, BEFORE]
+    assert optimizer.seen_at_update[2] == [after(0), after(1), BEFORE]
+    assert optimizer.values() == [after(0), after(1), after(2)]
+
+
+def test_completion_is_the_configurations(simulated):
+    assert TransferConfig().completion == "deferred"
+    assert build_transfer({"completion": "immediate"}, simulated).config.completion == "immediate"
+
+
+@pytest.mark.parametrize("error", [RuntimeError("diverged"), KeyboardInterrupt()])
+def test_an_exception_in_the_optimizer_leaves_nothing_in_flight(simulated, optimizer, config, error):
+    zero3.attach(optimizer, build_transfer(config, simulated))
+    optimizer.raise_at = (2, error)
+    with pytest.raises(type(error)) as raised:
+        optimizer.step()
+    assert raised.value is error
+    assert optimizer.values() == [after(0), after(1), BEFORE]
+    assert not simulated._queue.pending_tensors()
+    optimizer.raise_at = None
+    optimizer.step()
+    assert optimizer.values() == [after(0, 2), after(1, 2), after(2, 2)]  # the update that raised had been made
+
+
+def test_a_step_that_copies_nothing_is_a_step(simulated, optimizer, config):
+    zero3.attach(optimizer, build_transfer(config, simulated))
+    optimizer.overflow = True
+    optimizer.step()
+    assert optimizer.values() == [BEFORE] * 3
+    optimizer.overflow = False
+    optimizer.step()
+    assert optimizer.values() == [after(0), after(1), after(2)]
+
+
+def test_a_copy_back_outside_of_a_step_is_finished_when_it_returns(simulated, optimizer, config):
+    """As when a checkpoint is loaded."""
+    zero3.attach(optimizer, build_transfer(config, simulated))
+    optimizer.step()
+    optimizer.fp32_partitioned_groups_flat[1].data.fill_(7)
+    optimizer._reassign_or_swap_out_partitioned_parameters(1)
+    assert optimizer.values()[1] == [7.0] * 8
+
+
+@pytest.mark.parametrize("leave", ["destroy", "detach", "uninstall"])
+def test_leaving_in_mid_flight_finishes_and_gives_back(simulated, optimizer, config, leave):
+    transfer = build_transfer(config, simulated)
+    zero3.attach(optimizer, transfer)
+
+    def leave_now():
+        if leave == "uninstall":
+            zero3.uninstall()  # of what attach was called for, nothing is undone
+            zero3.detach(optimizer)
+        else:
+            optimizer.destroy() if leave == "destroy" else zero3.detach(optimizer)
+        assert optimizer.values()[:2] == [after(0), after(1)]
+
+    optimizer.call_at = (2, leave_now)
+    optimizer.step()
+    assert optimizer.calls[-2:] == [("deepspeed", 2), "post"], "the third copy-back is DeepSpeed's own again"
+    transfer.close()
+    assert simulated.pinned_bytes == 0
+
+
+def test_attaching_another_transfer_in_mid_flight_finishes_the_copies_of_the_first(simulated, optimizer, config):
+    second = build_transfer(STAGED, simulated)
+    zero3.attach(optimizer, build_transfer(config, simulated))
+    optimizer.call_at = (2, lambda: zero3.attach(optimizer, second))
+    optimizer.step()
+    assert optimizer.values() == [after(0), after(1), after(2)]
+
+
+def test_masters_are_page_locked_at_attach_and_again_when_rebound(simulated, optimizer):
+    transfer = build_transfer(DIRECT, simulated)
+    zero3.attach(optimizer, transfer)
+    assert simulated.pinned_bytes == transfer.page_locked_bytes == 3 * 32
+    optimizer.step()
+    optimizer.fp32_partitioned_groups_flat[1].data = torch.full((8,), 40.0)
+    gc.collect()
+    assert simulated.pinned_bytes == 2 * 32, "the old storage is gone, and with it its registration"
+    optimizer.step()
+    assert optimizer.values() == [after(0, 2), [41.0] * 8, after(2, 2)]
+    assert simulated.pinned_bytes == 3 * 32
+    zero3.detach(optimizer)
+    assert simulated.pinned_bytes == 0, "a caller's transfer gives the masters back"
+    assert transfer.stats()["pinned_direct"].copies == 6
+
+
+def test_each_storage_is_prepared_once(simulated, optimizer):
+    spy = Spy(simulated)
+    zero3.attach(optimizer, spy)
+    for _ in range(2):
+        optimizer.step()
+    assert [entry[1] for entry in spy.log if entry[0] == "prepare"] == [0.0, 1.0, 2.0]
+    optimizer.fp32_partitioned_groups_flat[0].data = torch.full((8,), 40.0)
+    optimizer.step()
+    assert [entry[1] for entry in spy.log if entry[0] == "prepare"] == [0.0, 1.0, 2.0, 41.0]
+
+
+def test_swap_buffers_are_released_before_deepspeed_reuses_them(simulated, optimizer):
+    """As with NVMe: each master lies in a pinned buffer that the next sub-group overwrites."""
+    optimizer.use_swap_buffers(simulated)
+    transfer = build_transfer(DIRECT, simulated)
+    zero3.attach(optimizer, transfer)
+    optimizer.step()
+    assert optimizer.values() == [after(0), after(1), after(2)]
+    assert transfer.stats()["pinned_direct"].copies == 3
+    assert transfer.page_locked_bytes == 0, "the buffers belong to others"
+
+
+@pytest.mark.parametrize("special", [{"zenflow": True}, {"superoffload_cpu_optimizer": object()}])
+def test_optimizers_with_an_order_of_their_own_wait_at_once(simulated, optimizer, special, config):
+    vars(optimizer).update(special)
+    zero3.attach(optimizer, build_transfer(config, simulated))
+    optimizer.step()
+    assert optimizer.seen_at_update[2] == [after(0), after(1), BEFORE]
+
+
+def test_a_copy_that_is_refused_ends_the_step_with_its_error(simulated, optimizer, config):
+    zero3.attach(optimizer, build_transfer(config, simulated))
+    good = optimizer.fp16_partitioned_groups_flat[2]
+    optimizer.fp16_partitioned_groups_flat[2] = simulated.device_empty(3, dtype=torch.bfloat16)
+    with pytest.raises(InvalidTensorError):
+        optimizer.step()
+    optimizer.fp16_partitioned_groups_flat[2] = good
+    assert optimizer.values()[:2] == [after(0), after(1)]
+
+
+def test_an_error_in_waiting_reaches_the_loop_and_the_other_copies_are_finished(simulated, optimizer):
+    from accelerators.testing import failing
+
+    zero3.attach(optimizer, build_transfer(DIRECT, simulated))
+    with failing(simulated, "Event.synchronize", OSError("the link is down")), pytest.raises(OSError, match="link"):
+        optimizer.step()
+    simulated.synchronize()
+    assert optimizer.values() == [after(0), after(1), after(2)]
+    optimizer.step()
+    assert optimizer.values() == [after(0, 2), after(1, 2), after(2, 2)]
+
+
+def test_two_engines_keep_their_copies_apart(simulated):
+    one, other = SteppingStage3(simulated), SteppingStage3(simulated)
+    transfer = build_transfer(DIRECT, simulated)
+    for each in (one, other):
+        zero3.attach(engine_of(each), transfer)
+    one.call_at = (1, other.step)
+    one.step()
+    assert other.values() == [after(0), after(1)]
+    assert one.values() == [after(0), after(1)]

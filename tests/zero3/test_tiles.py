@@ -1,0 +1,159 @@
+"""CPU Adam in tiles: the bits of one call, and only where nobody looks at the result in between."""
+
+import types
+
+import pytest
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from tests.zero3.test_training import DIRECT, STAGED, same, train
+from transfer import zero3_tiles
+from transfer.zero3_tiles import can_tile, plan_tiles, updating_in_tiles
+
+
+@pytest.fixture(scope="session")
+def cpu_adam():
+    """DeepSpeed's CPU Adam, compiled when it is first wanted, which takes a minute or two."""
+    from deepspeed.ops.op_builder import CPUAdamBuilder
+
+    try:
+        CPUAdamBuilder().load(verbose=False)
+    except Exception as error:  # noqa: BLE001 - of compilers, linkers, ninja: whatever there is
+        pytest.skip(f"DeepSpeed's CPU Adam cannot be built here: {str(error)[:200]}.")
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    return DeepSpeedCPUAdam
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    monkeypatch.setattr(zero3_tiles, "ALIGNMENT_ELEMENTS", 128)
+    monkeypatch.setattr(zero3_tiles, "SMALLEST_ELEMENTS", 128)
+
+
+def test_tiles_are_halves_and_the_rest_is_small():
+    # By hand: 2^28, then half of what is left each time, until 2^22 would give a tile under 2^21.
+    assert list(plan_tiles(2**28)) == [(2**28 - 2**k, 2 ** (k - 1)) for k in range(28, 21, -1)] + [
+        (2**28 - 2**21, 2**21)
+    ]
+    assert list(plan_tiles(2**22 - 1)) == [(0, 2**22 - 1)]
+    assert list(plan_tiles(0)) == [(0, 0)]
+
+
+@pytest.mark.parametrize("numel", [1, 2**21, 2**22, 2**22 + 1, 10**7 + 3, 2**31 + 7])
+def test_tiles_cover_everything_once_and_begin_at_whole_vectors(numel):
+    end = 0
+    for offset, length in plan_tiles(numel):
+        assert offset == end
+        assert offset % 2**16 == 0
+        assert length > 0
+        end = offset + length
+    assert end == numel
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("numel", [1, 127, 128, 500, 4096, 10_007])
+@pytest.mark.parametrize("adamw", [True, False])
+def test_the_bits_are_those_of_one_call(cpu_adam, numel, adamw):
+    def train_in(tiles):
+        generator = torch.Generator().manual_seed(3)
+        # Two sub-groups of one optimizer, as ZeRO-3 gives it one after the other.
+        groups = [torch.nn.Parameter(torch.randn(numel, generator=generator)) for _ in range(2)]
+        optimizer = cpu_adam(groups, lr=0.01, weight_decay=0.1, adamw_mode=adamw)
+        submitted = []
+        for _ in range(25):  # enough for the powers of both betas to depend on how they are computed
+            for number, group in enumerate(groups):
+                group.grad = torch.randn(numel, generator=generator)
+                optimizer.param_groups[0]["params"] = [group]
+                if tiles and can_tile(optimizer, number):
+                    with updating_in_tiles(optimizer, group.data, lambda *tile: submitted.append(tile)):
+                        optimizer.step()
+                else:
+                    optimizer.step()
+        state = [optimizer.state[group][key] for group in groups for key in ("exp_avg", "exp_avg_sq")]
+        return [*(group.data for group in groups), *state], submitted
+
+    whole, _ = train_in(tiles=False)
+    tiled, submitted = train_in(tiles=True)
+    assert all(torch.equal(*pair) for pair in zip(tiled, whole, strict=True))
+    assert submitted[: len(list(plan_tiles(numel)))] == list(plan_tiles(numel))
+    assert len(submitted) > 25 or numel < 256
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_each_tile_is_submitted_once_it_has_its_new_values(cpu_adam):
+    parameter = torch.nn.Parameter(torch.zeros(1000))
+    parameter.grad = torch.ones(1000)
+    optimizer = cpu_adam([parameter], lr=1.0)
+    changed = []
+
+    def submit(offset, length):
+        assert parameter.data[offset : offset + length].ne(0).all()
+        changed.append(int(parameter.data.ne(0).sum()))
+
+    with updating_in_tiles(optimizer, parameter.data, submit):
+        optimizer.step()
+    assert changed == [384, 640, 768, 1000], "what comes later is still old: 1000 -> 384, 616 -> 256, 360 -> 128, 232"
+    before = parameter.data.clone()
+    optimizer.step()
+    assert len(changed) == 4, "outside the block it is DeepSpeed's own op again"
+    assert parameter.data.ne(before).all()
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_another_tensor_is_updated_whole(cpu_adam):
+    parameter, other = torch.nn.Parameter(torch.zeros(1000)), torch.zeros(1000)
+    parameter.grad = torch.ones(1000)
+    optimizer = cpu_adam([parameter], lr=1.0)
+    with updating_in_tiles(optimizer, other, lambda *_: pytest.fail("not this tensor")):
+        optimizer.step()
+    assert parameter.data.ne(0).all()
+
+
+def test_only_deepspeeds_own_adam_whose_result_nobody_changes_is_cut(cpu_adam, monkeypatch):
+    def fresh(cls=cpu_adam):
+        return cls([torch.nn.Parameter(torch.zeros(4))])
+
+    class Subclass(cpu_adam):
+        pass
+
+    assert can_tile(fresh(), 0)
+    assert not can_tile(fresh(Subclass), 1)
+    assert not can_tile(fresh(torch.optim.AdamW), 1)
+    assert not can_tile(None, 1)
+    hooked = fresh()
+    handle = hooked.register_step_post_hook(lambda *_: None)
+    assert not can_tile(hooked, 1)
+    handle.remove()
+    assert can_tile(hooked, 1)
+    handle = register_optimizer_step_post_hook(lambda *_: None)
+    assert not can_tile(hooked, 1)
+    handle.remove()
+    wrapped = fresh()
+    wrapped.step = types.MethodType(lambda self: None, wrapped)
+    assert not can_tile(wrapped, 1)
+    scheduled = fresh()
+    torch.optim.lr_scheduler.LambdaLR(scheduled, lambda _: 1.0)
+    assert can_tile(scheduled, 1)
+    # Before 0.19.3 the op's state moves on with the first update of each step.
+    monkeypatch.setattr(zero3_tiles, "_version", lambda: (0, 18, 9))
+    assert not can_tile(fresh(), 0)
+    assert can_tile(fresh(), 1)
+
+
+def test_training_with_cpu_adam_is_bitwise_that_of_deepspeed(cpu_adam, tmp_path):
+    runs = [
+        {"name": "deepspeed", "how": "none"},
+        {"name": "direct", "how": "attach", "transfer": DIRECT},
+        {"name": "staged", "how": "attach", "transfer": STAGED},
+        {"name": "immediate", "how": "attach", "transfer": {**DIRECT, "completion": "immediate"}},
+    ]
+    spec = {"accelerator": "simulated", "dtype": "bf16", "optimizer": "DeepSpeedCPUAdam"}
+    results = train({**spec, "look_between": str(tmp_path / "checkpoints")}, runs, 2, tmp_path)
+    for name, got in results.items():
+        for mine, theirs in zip(got, results["deepspeed"], strict=True):
+            same(mine, theirs)
+            if name == "immediate":
+                assert mine["submitted"] == 3 * mine["sub_groups"]
+            if name in ("direct", "staged"):
+                assert mine["submitted"] > results["immediate"][0]["submitted"] > 0, "the last master went in tiles"
