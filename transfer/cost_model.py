@@ -2,7 +2,8 @@
 
 Chunks pass two stages, one behind the other: into a buffer, and out of it. ``pinned_staged`` casts on the
 host and then uses the wire; ``pinned_direct`` uses the wire and then casts on the device. After the first
-chunk the slower stage sets the pace.
+chunk the slower stage sets the pace. Where the device reads mapped host memory there is one stage and
+no chunks.
 
 Work on the host is scaled by the bytes it touches where a copy is not the measured fp32 to bf16, because it
 is bound by memory. Chunks are taken to be as large as configured, but for the last; copies that share the
@@ -256,6 +257,11 @@ def _staged(profile: MachineProfile, ring: Ring, elements: int, source: torch.dt
 
 
 def _direct(profile: MachineProfile, ring: Ring, elements: int, source: torch.dtype, destination: torch.dtype) -> Cost:
+    queueing, latency = profile.direct_chunk_seconds or 0.0, profile.latency_seconds or 0.0
+    if getattr(ring, "mapped", False) and profile.mapped_elements_per_second and source != destination:
+        # Bound by the wire, which the source's bytes cross.
+        reading = elements / profile.mapped_elements_per_second * source.itemsize / torch.float32.itemsize
+        return Cost(queueing + reading + latency, queueing)
     rate = profile.device_cast_elements_per_second or float("inf")
 
     def stages(chunk: int) -> tuple[float, float]:
@@ -265,11 +271,10 @@ def _direct(profile: MachineProfile, ring: Ring, elements: int, source: torch.dt
     chunks, rest = divmod(elements, ring.chunk_elements)
     last = stages(rest or ring.chunk_elements)
     _, device = ring_seconds(chunks, *stages(ring.chunk_elements), ring.buffers, rest=last if rest else None)
-    queueing = profile.direct_chunk_seconds or 0.0
     host = (chunks + bool(rest)) * queueing
     # The host queues all chunks without waiting for the device. Either may be the one that is behind.
     total = max(queueing + device, host + sum(last))
-    return Cost(total + (profile.latency_seconds or 0.0), host)
+    return Cost(total + latency, host)
 
 
 def _wire(profile: MachineProfile, num_bytes: int) -> float:

@@ -122,6 +122,7 @@ class MachineProfile(ConfigModel):
         latency_seconds: From the moment a chunk is on the wire to the host having seen the end of it,
             beyond the wire's own time.
         device_cast_elements_per_second: fp32 to bf16 in device memory.
+        mapped_elements_per_second: fp32 in page-locked host memory, read by the device and cast to bf16.
         page_lock_seconds_per_gib: For page-locking existing memory in place, once.
         host_update_elements_per_second: Of an Adam update on the host, behind which a deferred copy hides.
         lacks: Each capability that strategies need and the machine has not, and why, as one sentence.
@@ -137,6 +138,7 @@ class MachineProfile(ConfigModel):
     direct_chunk_seconds: Positive | None = None
     latency_seconds: Positive | None = None
     device_cast_elements_per_second: Positive | None = None
+    mapped_elements_per_second: Positive | None = None
     page_lock_seconds_per_gib: Positive | None = None
     host_update_elements_per_second: Positive
     lacks: dict[StrictStr, StrictStr] = Field(default_factory=dict)

@@ -156,6 +156,23 @@ def test_direct_worked_out_by_hand():
     assert cost == Cost(total_seconds=2.4375, host_seconds=0.25)
 
 
+def test_a_mapped_source_is_read_in_one_go_at_the_measured_rate():
+    class Mapped(NamedTuple):
+        chunk_elements: int = 100
+        buffers: int = 2
+        mapped: bool = True
+
+    # 1,000 elements at 200 a second, the queueing of one piece and the latency; bf16 is half of it on the wire.
+    profile = small(mapped_elements_per_second=200.0)
+    assert expected_seconds(profile, "pinned_direct", Mapped(), 1000, FP32, BF16) == Cost(0.125 + 5 + 0.0625, 0.125)
+    half = expected_seconds(profile, "pinned_direct", Mapped(), 1000, BF16, FP32)
+    assert half == Cost(0.125 + 2.5 + 0.0625, 0.125)
+    in_chunks = expected_seconds(small(), "pinned_direct", Mapped(), 1000, FP32, BF16)
+    assert in_chunks == expected_seconds(profile, "pinned_direct", Ring(100), 1000, FP32, BF16)
+    without_cast = expected_seconds(profile, "pinned_direct", Mapped(), 1000, FP32, FP32)
+    assert without_cast == expected_seconds(profile, "pinned_direct", Ring(100), 1000, FP32, FP32)
+
+
 def test_direct_held_up_by_the_host():
     # Queueing takes 3 a chunk: the second is queued at 6, and there 1.25 later.
     cost = expected_seconds(small(direct_chunk_seconds=3.0), "pinned_direct", Ring(100), 200, FP32, BF16)

@@ -21,6 +21,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit status: 0, 1 where the work failed, 2 where the arguments are wrong.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
+    if len(given) > 1 and given[0].startswith("--local_rank=") and given[1] == "run":
+        given[:2] = given[1], given[0]  # DeepSpeed's launcher puts its option in front
     if given and given[0] in COMMANDS:
         status: int = importlib.import_module(COMMANDS[given[0]][0]).main(given[1:])
         return status

@@ -184,13 +184,35 @@ def direct_chunk(bench: Bench, buffer: Tensor) -> float:
     targets = [accelerator.device_empty(source.numel(), dtype=DESTINATION) for _ in streams]
 
     def work() -> None:
-        for index in range(_QUEUED):
-            with accelerator.stream(streams[index % 2]):
-                accelerator.enqueue_copy(scratch[index % 2], source)
-                accelerator.enqueue_copy(targets[index % 2], scratch[index % 2])
+        for stream, buffer, target in zip(streams, scratch, targets, strict=True):
+            with accelerator.stream(stream):
+                for _ in range(_QUEUED // 2):
+                    accelerator.enqueue_copy(buffer, source)
+                    accelerator.enqueue_copy(target, buffer)
                 _recorded(accelerator)
 
     return bench.seconds(work, accelerator.synchronize) / _QUEUED
+
+
+def mapped_read(bench: Bench, memory: Tensor) -> float:
+    """Elements a second that the device reads out of page-locked host memory and casts, in one kernel.
+
+    On accelerators with the capability ``maps_host_memory``, of memory that can be registered.
+    """
+    accelerator: Any = bench.accelerator
+    target = accelerator.device_empty(memory.numel(), dtype=DESTINATION)
+    accelerator.register_host_memory(memory.data_ptr(), memory.nbytes)
+    try:
+        view = accelerator.device_view(memory)
+
+        def work() -> None:
+            accelerator.enqueue_copy(target, view)
+            accelerator.synchronize()
+
+        return memory.numel() / bench.seconds(work)
+    finally:
+        accelerator.synchronize()
+        accelerator.unregister_host_memory(memory.data_ptr())
 
 
 def device_cast(bench: Bench) -> float:

@@ -18,10 +18,11 @@ _WORTH_DOUBLING = 0.02
 
 
 class Ring(NamedTuple):
-    """The two fields that the configurations of ``pinned_staged`` and ``pinned_direct`` share."""
+    """What the model reads of the configurations of ``pinned_staged`` and ``pinned_direct``."""
 
     chunk_elements: int
     buffers: int = 2
+    mapped: bool = False
 
 
 def best_rings(profile: MachineProfile) -> dict[str, Ring]:
@@ -45,7 +46,8 @@ def best_rings(profile: MachineProfile) -> dict[str, Ring]:
 def choices(profile: MachineProfile) -> list[dict[str, Any]]:
     """What would be chosen for copies of typical sizes, with the rings that are best here, and why."""
     rings = best_rings(profile)
-    candidates = {"pageable": None, "pinned_staged": Ring(2**24), "pinned_direct": Ring(2**22), **rings}
+    candidates: dict[str, Any] = {"pageable": None, "pinned_staged": Ring(2**24), "pinned_direct": Ring(2**22), **rings}
+    candidates["pinned_direct"] = candidates["pinned_direct"]._replace(mapped=True)  # the default, where it can be
     rows = []
     for elements in TYPICAL_ELEMENTS:
         for deferred in (False, True):
@@ -111,6 +113,7 @@ def _measurements(profile: MachineProfile) -> list[tuple[str, str, str]]:
         rows.append((what, of, "-" if seconds is None else shown(seconds)))
     for what, rate in (
         ("cast on the device", profile.device_cast_elements_per_second),
+        ("read and cast by the device", profile.mapped_elements_per_second),
         ("Adam on the host", profile.host_update_elements_per_second),
     ):
         rows.append((what, "", "-" if rate is None else f"{_rate(rate)} elements/s"))

@@ -17,7 +17,7 @@ from ..machine_profile import Circumstances, Machine, MachineProfile
 from . import tune_measure as measure
 from .ranks import Ranks
 
-_STEPS = 9
+_STEPS = 10
 
 
 def run(options: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
@@ -57,6 +57,9 @@ def run(options: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
         fields["page_lock_seconds_per_gib"], reason = measure.page_lock(bench, source)
         if reason is not None:
             lacks["registers_host_memory"] = reason
+        elif accelerator.capabilities.maps_host_memory:
+            step("reads by the device")
+            fields["mapped_elements_per_second"] = measure.mapped_read(bench, source)
         if "pins_host_memory" not in lacks:
             try:
                 fields |= _through_pinned_memory(bench, source, "events" in lacks, step)

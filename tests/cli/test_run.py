@@ -1,0 +1,62 @@
+"""``h2d run``: what a script sees, and what reaches the shell."""
+
+import pytest
+
+from tests.running import run_python
+
+SCRIPT = """
+import sys
+from deepspeed.runtime.engine import DeepSpeedEngine
+from transfer import zero3
+print([__name__, sys.argv, hasattr(DeepSpeedEngine._configure_zero_optimizer, "__wrapped__"), zero3._installed.config])
+import beside
+sys.exit(3)
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    (tmp_path / "beside.py").write_text("print('found beside the script')")
+    return path
+
+
+def seen(done):
+    assert "found beside the script" in done.stdout, done.stderr
+    return eval(next(line for line in done.stdout.splitlines() if line.startswith("['__main__'")))  # a list of ours
+
+
+def test_the_script_runs_as_main_with_its_own_arguments_and_every_engine_attached(script):
+    done = run_python("-m", "transfer.cli", "run", str(script), "--lr", "1e-4", "-v")
+    assert done.returncode == 3
+    assert seen(done) == ["__main__", [str(script), "--lr", "1e-4", "-v"], True, None]
+
+
+def test_deepspeeds_launcher_puts_its_option_in_front(script):
+    done = run_python("-m", "transfer.cli", "--local_rank=1", "run", str(script), "--lr", "1e-4")
+    assert seen(done)[1] == [str(script), "--local_rank=1", "--lr", "1e-4"]
+
+
+def test_a_module(script):
+    done = run_python("-m", "transfer.cli", "run", "-m", "train", "x", cwd=script.parent)
+    assert done.returncode == 3
+    assert seen(done)[1][1:] == ["x"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere.py"], "there is no script 'nowhere.py' here"),
+        ([], "the following arguments are required: script"),
+        (["--config", "nowhere.yaml", "SCRIPT"], "nowhere.yaml"),
+        (["--config", "BAD", "SCRIPT"], "Did you mean 'strategy'?"),
+    ],
+)
+def test_mistakes_are_told_before_the_script_begins(script, arguments, message):
+    (script.parent / "bad.yaml").write_text("transfer: {strategi: pageable}")
+    names = {"SCRIPT": str(script), "BAD": str(script.parent / "bad.yaml")}
+    done = run_python("-m", "transfer.cli", "run", *(names.get(each, each) for each in arguments))
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "__main__" not in done.stdout
