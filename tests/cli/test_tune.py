@@ -235,4 +235,4 @@ def test_larger_chunks_only_where_they_pay():
         pageable=[{"elements": 1, "seconds": 1}],
         host_update_elements_per_second=1e9,
     )
-    assert tune_report.best_rings(profile) == {"pinned_staged": (2**20, 2)}
+    assert tune_report.best_rings(profile) == {"pinned_staged": tune_report.Ring(2**20, 2)}

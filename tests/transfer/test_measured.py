@@ -116,9 +116,9 @@ def test_without_a_profile_of_this_machine_the_defaults_apply_after_one_warning(
 
 
 def test_a_broken_profile_is_an_error_when_the_policy_is_made(tmp_path, monkeypatch):
-    (tmp_path / "profile.yaml").write_text("machine_profile:\n  wires: []\n")
+    (tmp_path / "profile.yaml").write_text("machine_profile:\n  format_version: 1\n  wires: []\n")
     monkeypatch.setenv("H2D_PROFILE", str(tmp_path / "profile.yaml"))
-    with pytest.raises(ConfigError, match="profile.yaml:2: .*wires"):
+    with pytest.raises(ConfigError, match="profile.yaml:3: .*wires"):
         build_transfer({"strategy": "measured"})
     build_transfer({})
 
