@@ -1,5 +1,7 @@
 """The plan of a copy, also for sizes that no test machine holds."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -88,7 +90,7 @@ def cut(shape, at, chunk=1000):
 def test_a_flat_chunk_is_cut_at_addresses(at, lengths):
     pieces = cut((10,), at)
     assert [len(piece) for piece in pieces] == lengths
-    assert sum(pieces, []) == list(range(10))
+    assert list(itertools.chain(*pieces)) == list(range(10))
 
 
 def test_each_cut_falls_into_the_chunk_that_has_it():
@@ -123,7 +125,7 @@ def two_dimensional(at):
 def test_rows_are_cut_at_addresses(at, shapes):
     got, pieces = two_dimensional(at)
     assert got == shapes
-    assert sum(pieces, []) == list(range(20))
+    assert list(itertools.chain(*pieces)) == list(range(20))
     starts = [piece[0] for piece in pieces]
     assert set(at) <= set(starts)
 

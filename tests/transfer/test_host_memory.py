@@ -43,7 +43,13 @@ CASES = {
     "a smaller limit": ({**BASE, IN: "0::/a\n", **group("/a", 500_000, 100_000)}, 400_000),
     "a larger limit": ({**BASE, IN: "0::/a\n", **group("/a", 9_000_000, 100_000)}, HOST),
     "a limit in the parent": (
-        {**BASE, IN: "0::/a/b/c\n", **group("/a", 500_000, 200_000), **group("/a/b", "max", 1), **group("/a/b/c", "max", 1)},
+        {
+            **BASE,
+            IN: "0::/a/b/c\n",
+            **group("/a", 500_000, 200_000),
+            **group("/a/b", "max", 1),
+            **group("/a/b/c", "max", 1),
+        },
         300_000,
     ),
     "the tightest of several": (
