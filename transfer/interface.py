@@ -207,7 +207,7 @@ class HostToDeviceTransfer(ABC):
 
     def _run(self, destination: Tensor, source: Tensor) -> InFlightCopy:
         """``_submit``, counted and marked for profilers."""
-        with named_range(self._resolved, self.name or type(self).__name__):
+        with named_range(self.accelerator, self.name or type(self).__name__):
             copy = self._submit(destination, source)
         self._counters.add(copies=1, num_bytes=destination.numel() * destination.element_size())
         return copy

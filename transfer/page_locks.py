@@ -35,19 +35,27 @@ class PageLock:
         self.address = storage.data_ptr()
         self.num_bytes = storage.nbytes()
         self.holders = 0
-        self._pieces: list[int] = []  # the addresses at which registrations begin
+        self._pieces: list[tuple[int, int]] = []  # address and bytes of each registration
+        self._whole = False  # whether they cover the storage
 
     @property
     def is_current(self) -> bool:
         """Whether the storage lives, is where it was when it was registered, and still is registered."""
         storage = self._storage()
         return (
-            bool(self._pieces)
+            self._whole
             and self._process == os.getpid()
             and storage is not None
             and storage.data_ptr() == self.address
             and storage.nbytes() == self.num_bytes
         )
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that are registered now: of the storage, or what of it could not be given back."""
+        if self._process != os.getpid():
+            return 0
+        return self.num_bytes if self.is_current else sum(num_bytes for _, num_bytes in tuple(self._pieces))
 
     def covers(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is a view of this storage, which is registered where it is now."""
@@ -59,15 +67,15 @@ class PageLock:
         A copy that spans two registrations fails, or is slow, so chunks end there.
         """
         begin, size = tensor.data_ptr(), tensor.element_size()
-        offsets = sorted((piece - begin) // size for piece in self._pieces)
+        offsets = sorted((piece - begin) // size for piece, _ in self._pieces)
         return [offset for offset in offsets if 0 < offset < tensor.numel()]
 
     def register(self) -> None:
         """Page-locks the storage.
 
         Raises:
-            Exception: What the accelerator raised, or a ``RuntimeError`` where it answers False; nothing
-                is registered then.
+            Exception: What the accelerator raised, or a ``RuntimeError`` where it answers False. Nothing
+                is registered then, but for ``held_bytes`` that could not be given back.
         """
         tries = [number for number in _PIECES if number == 1 or self.num_bytes > number * _PAGE_BYTES]
         for number in tries[:-1]:
@@ -81,7 +89,8 @@ class PageLock:
             for begin, end in self._plan(number):
                 if not self._accelerator.register_host_memory(begin, end - begin):
                     raise RuntimeError(f"{self._accelerator.name} cannot page-lock existing memory")
-                self._pieces.append(begin)
+                self._pieces.append((begin, end - begin))
+            self._whole = True
         except BaseException:
             self.unregister()
             raise
@@ -92,10 +101,14 @@ class PageLock:
         Raises:
             Exception: What the accelerator raised; what it did not give back is tried again next time.
         """
+        self._whole = False
         while self._pieces and self._process == os.getpid():
-            piece = self._pieces.pop()  # first, so that being entered again asks for each once
             try:
-                self._accelerator.unregister_host_memory(piece)
+                piece = self._pieces.pop()  # first, so that being entered again asks for each once
+            except IndexError:  # a finalizer in another thread was quicker
+                return
+            try:
+                self._accelerator.unregister_host_memory(piece[0])
             except BaseException:
                 self._pieces.append(piece)
                 raise
@@ -134,10 +147,13 @@ def page_lock(accelerator: Accelerator, tensor: Tensor) -> PageLock:
             lock = None
         if lock is None:
             lock = PageLock(accelerator, storage)
-            lock.register()
-            _locks[key] = lock
-            # Takes no lock: it may run in the middle of anything. Not at exit, where copies may be in flight.
-            weakref.finalize(storage, _storage_died, key, lock).atexit = False
+            try:
+                lock.register()
+            finally:
+                if lock.held_bytes:  # in part, where it failed: kept to be given back
+                    _locks[key] = lock
+                    # Takes no lock: it may run in the middle of anything. Not at exit, where copies may be in flight.
+                    weakref.finalize(storage, _storage_died, key, lock).atexit = False
         lock.holders += 1
         return lock
 
@@ -167,13 +183,48 @@ def joined(accelerator: Accelerator, tensor: Tensor) -> PageLock | None:
 
 def stale() -> list[PageLock]:
     """Locks whose storage has moved or was freed since: their addresses may be somebody else's now."""
-    return [lock for lock in tuple(_locks.values()) if not lock.is_current]
+    return [lock for lock in tuple(_locks.values()) if not lock.is_current and lock.held_bytes]
+
+
+def give_back(lock: PageLock) -> None:
+    """Unregisters a stale lock, whoever holds it.
+
+    Raises:
+        Exception: As ``PageLock.unregister``.
+    """
+    with _guard:
+        lock.unregister()
+        if lock.holders == 0:
+            _forget(lock)
+
+
+def give_back_abandoned() -> None:
+    """Tries again to unregister what nobody holds: what is left of registrations that failed half-way."""
+    for lock in stale():
+        if lock.holders == 0:
+            give_back(lock)
+
+
+def locked_bytes() -> int:
+    """Bytes that are page-locked in this process, each storage counted once."""
+    return sum(lock.held_bytes for lock in tuple(_locks.values()))
 
 
 def _forget(lock: PageLock) -> None:
     for key, value in tuple(_locks.items()):
         if value is lock:
             _locks.pop(key, None)
+
+
+def _start_afresh() -> None:
+    """In a forked child: another thread may have held the guard, and the registrations are the parent's."""
+    global _guard
+    _guard = threading.RLock()
+    _locks.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_start_afresh)
 
 
 def _storage_died(key: tuple[int, int], lock: PageLock) -> None:

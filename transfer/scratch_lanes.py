@@ -71,7 +71,11 @@ class ScratchLanes:
         return os.getpid() == self._process
 
     def allocate(self) -> BaseException | None:
-        """Allocates the scratch, which copies that cast need; returns the error where memory is refused."""
+        """Allocates the scratch, which copies that cast need.
+
+        Returns:
+            The error where memory is refused; no scratch is held then.
+        """
         for lane in self._lanes:
             if lane.scratch is not None:
                 continue
@@ -80,6 +84,8 @@ class ScratchLanes:
                 try:
                     lane.scratch = self._accelerator.device_empty(self._chunk_elements, dtype=self._dtype)
                 except REFUSALS as error:
+                    for other in self._lanes:  # of a set that was never complete, so no copy has used it
+                        other.scratch = None
                     return error
         return None
 

@@ -70,7 +70,7 @@ class PinnedDirectTransfer(ExclusiveTransfer):
 
     Every other source, one that is not contiguous among them, goes to ``pinned_staged``; with
     ``fallback=False`` that raises ``StrategyUnavailableError``. Where ``prepare`` is refused (no capability,
-    ``max_page_locked``, the system), a ``FallbackWarning`` says why, once. What does not cross
+    ``max_page_locked``, the system), or scratch is, a ``FallbackWarning`` says why, once. What does not cross
     from the host to the device is a plain copy.
 
     Source access: until ``wait`` or ``release_source`` has returned; until then the copy keeps source
@@ -93,7 +93,7 @@ class PinnedDirectTransfer(ExclusiveTransfer):
     ) -> None:
         self._held: _Held = _Held()
         self._stand_in = PinnedStagedTransfer(accelerator=accelerator, fallback=fallback)
-        self._over_budget = False  # said so already
+        self._said: set[str] = set()  # which refusals that may pass were warned of already
         super().__init__(config, accelerator, fallback=fallback, **options)
 
     @property
@@ -102,7 +102,7 @@ class PinnedDirectTransfer(ExclusiveTransfer):
 
     @property
     def page_locked_bytes(self) -> int:
-        return sum(lock.num_bytes for lock in tuple(self._held.locks.values()) if lock.is_current)
+        return sum(lock.held_bytes for lock in tuple(self._held.locks.values()))
 
     @property
     def scratch_bytes(self) -> int:
@@ -114,10 +114,16 @@ class PinnedDirectTransfer(ExclusiveTransfer):
         if not self.config.page_lock or source.numel() == 0 or not accelerator.on_host(source):
             return
         with self._lock:
-            if self._busy or self._refused_by is accelerator or self._readable(accelerator, source):
+            if self._busy:
                 return
             try:
                 self._busy = True
+                self._held.release()  # where an earlier close was interrupted
+                if self._readable(accelerator, source):
+                    return
+                if self._refused_by is accelerator:
+                    self._require_fallback(self._refusal)
+                    return
                 self._page_lock(accelerator, source)
             finally:
                 self._busy = False
@@ -129,9 +135,16 @@ class PinnedDirectTransfer(ExclusiveTransfer):
             return
         with self._lock:
             lock = self._held.locks.get(source.untyped_storage()._cdata)
-            if lock is not None:
-                self._held.settle()
-                self._held.leave(lock)
+            if lock is None:
+                return
+            self._held.leaving.append(lock)
+            if self._busy:  # inside a submit or close of this thread, which releases what is marked before it ends
+                return
+            try:
+                self._busy = True
+                self._held.release()
+            finally:
+                self._busy = False
 
     def _page_lock(self, accelerator: Accelerator, source: Tensor) -> None:
         wanted = source.untyped_storage().nbytes()
@@ -139,16 +152,13 @@ class PinnedDirectTransfer(ExclusiveTransfer):
         if obstacle is not None:
             self._refuse(accelerator, f"pinned_direct cannot page-lock {wanted} bytes in place. {obstacle}")
             return
-        held, budget = self.page_locked_bytes, self.config.page_lock_budget_bytes()
+        held, budget = page_locks.locked_bytes(), self.config.page_lock_budget_bytes()
         if budget is not None and held + wanted > budget:
             refusal = (
                 f"page-locking {wanted} bytes in place, beside {held} that are, would pass the {budget} bytes that "
                 "`pinned_direct.max_page_locked` allows. Raise it if the host has the memory."
             )
-            self._require_fallback(refusal)
-            if not self._over_budget:
-                self._over_budget = True
-                self._warn_of_stand_in(refusal)
+            self._stand_in_once("budget", refusal)
             return
         try:
             self._held.add(page_locks.page_lock(accelerator, source))
@@ -164,23 +174,25 @@ class PinnedDirectTransfer(ExclusiveTransfer):
             return self._pass_on(self._stand_in, destination, source)
         lanes = self._lanes(accelerator, destination, source)
         chunks = self._chunks(accelerator, destination, source)
-        if any(lanes.needs_scratch(*chunk) for chunk in chunks[:1]) and not self._allocate(lanes, source):
+        if any(lanes.needs_scratch(*chunk) for chunk in chunks) and not self._allocate(lanes, source):
             return self._pass_on(self._stand_in, destination, source)
         self._counters.add(pieces=len(chunks))
         copy: InFlightCopy = lanes.cross(chunks, (destination, source), self._counters)
         return copy
 
     def _chunks(self, accelerator: Accelerator, destination: Tensor, source: Tensor) -> list[tuple[Tensor, Tensor]]:
+        lock = self._held.locks.get(source.untyped_storage()._cdata)
+        cuts = [] if lock is None else lock.cuts(source)
+        addresses = [source.data_ptr() + cut * source.element_size() for cut in cuts]
         if self.config.mapped and destination.dtype != source.dtype and accelerator.capabilities.maps_host_memory:
             # Not of the protocol's required part: an accelerator with the capability has it.
-            view: Tensor = accelerator.device_view(source)  # type: ignore[attr-defined]
-            if view.device == destination.device:
-                return [(destination, view)]
-        chunks = list(paired_chunks(destination, source, self.config.chunk_elements))
-        lock = self._held.locks.get(source.untyped_storage()._cdata)
-        if lock is not None and (cuts := lock.cuts(source)):
-            return list(cut_at(chunks, [source.data_ptr() + cut * source.element_size() for cut in cuts]))
-        return chunks
+            view = accelerator.device_view  # type: ignore[attr-defined]
+            whole = [(destination, source)]
+            mapped = [(target, view(piece)) for target, piece in (cut_at(whole, addresses) if addresses else whole)]
+            if mapped[0][1].device == destination.device:
+                return mapped
+        chunks = paired_chunks(destination, source, self.config.chunk_elements)
+        return list(cut_at(chunks, addresses) if addresses else chunks)
 
     def _obstacle(self, accelerator: Accelerator, source: Tensor) -> str | None:
         """Why the device cannot read this source as it is, in one sentence, or None."""
@@ -200,7 +212,7 @@ class PinnedDirectTransfer(ExclusiveTransfer):
             return True
         for stale in page_locks.stale():  # an address of its may be this source's now
             self._held.settle()
-            stale.unregister()
+            page_locks.give_back(stale)
         another = page_locks.joined(accelerator, source)
         if another is not None:
             self._held.add(another)
@@ -223,8 +235,15 @@ class PinnedDirectTransfer(ExclusiveTransfer):
             return True
         wanted = self.config.scratch_bytes(source.dtype)
         remedy = "Lower `pinned_direct.chunk_elements`."
-        self._require_fallback(f"{wanted} bytes of device scratch are refused: {error}. {remedy}", error)
+        self._stand_in_once("scratch", f"{wanted} bytes of device scratch are refused: {error}. {remedy}", error)
         return False
+
+    def _stand_in_once(self, what: str, refusal: str, cause: BaseException | None = None) -> None:
+        """As ``_refuse``, for what may be granted the next time."""
+        self._require_fallback(refusal, cause)
+        if what not in self._said:
+            self._said.add(what)
+            self._warn_of_stand_in(refusal)
 
 
 class _Held:
@@ -233,6 +252,7 @@ class _Held:
     def __init__(self) -> None:
         self.lanes: dict[tuple[int, torch.device, torch.dtype], ScratchLanes] = {}
         self.locks: dict[int, PageLock] = {}
+        self.leaving: list[PageLock] = []  # to be left once nothing reads them
         self._closing = False
 
     def add(self, lock: PageLock) -> None:
@@ -242,18 +262,33 @@ class _Held:
         self.locks[lock.storage_id] = lock
 
     def leave(self, lock: PageLock) -> None:
-        page_locks.leave(lock)
-        self.locks.pop(lock.storage_id, None)
+        if self.locks.get(lock.storage_id) is not lock:
+            return
+        self.locks.pop(lock.storage_id)  # first, so that being entered again leaves it once
+        try:
+            page_locks.leave(lock)
+        except BaseException:
+            self.locks[lock.storage_id] = lock
+            raise
 
     def settle(self) -> None:
         """Waits for every copy."""
         for lanes in tuple(self.lanes.values()):
-            lanes.settle(wait=True)
+            if lanes.is_ours:
+                lanes.settle(wait=True)
 
     def mark(self) -> None:
         self._closing = True
 
     def release(self) -> None:
+        while self.leaving:
+            leaving = self.leaving.pop()
+            try:
+                self.settle()
+                self.leave(leaving)
+            except BaseException:
+                self.leaving.append(leaving)
+                raise
         if not self._closing:
             return
         for key, lanes in tuple(self.lanes.items()):
@@ -262,4 +297,5 @@ class _Held:
             self.lanes.pop(key, None)
         for lock in tuple(self.locks.values()):
             self.leave(lock)
+        page_locks.give_back_abandoned()
         self._closing = False
