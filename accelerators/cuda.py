@@ -33,7 +33,8 @@ class CudaAccelerator(DeepSpeedAdapter):
 
     def device_view(self, tensor: Tensor) -> Tensor:
         """The same pinned host memory as a tensor on the device that it was registered with."""
-        flat = torch.as_tensor(_DeviceMemory(tensor.data_ptr(), tensor.numel() * tensor.element_size()))
+        with torch._C.DisableTorchFunction():  # or a default device would make a copy there
+            flat = torch.as_tensor(_DeviceMemory(tensor.data_ptr(), tensor.numel() * tensor.element_size()))
         return flat.view(tensor.dtype).view(tensor.shape)
 
     def is_pinned(self, tensor: Tensor) -> bool:
@@ -49,6 +50,13 @@ class CudaAccelerator(DeepSpeedAdapter):
             # A refused cudaHostRegister stays behind as the thread's last error, and the next,
             # unrelated kernel launch would report it (seen on an H200); let ours be that launch.
             _take_last_error()
+            raise
+
+    def unregister_host_memory(self, address: int) -> None:
+        try:
+            super().unregister_host_memory(address)
+        except RuntimeError:
+            _take_last_error()  # likewise
             raise
 
 

@@ -56,7 +56,8 @@ class EventCopy(InFlightCopy):
     Args:
         events: The event after which the destination holds the values, or several of them.
         destination: What is written.
-        source: What is still read, for strategies that read it after ``submit`` has returned.
+        source: What is still read, for strategies that read it after ``submit`` has returned: the source,
+            or whatever else must live as long as the copy.
         counters: Where the seconds that ``wait`` blocks are counted.
     """
 
@@ -64,11 +65,11 @@ class EventCopy(InFlightCopy):
         self,
         events: Any | Sequence[Any],
         destination: Tensor,
-        source: Tensor | None = None,
+        source: Any = None,
         counters: Counters | None = None,
     ) -> None:
         several = tuple(events) if isinstance(events, Sequence) else (events,)
-        self._pending: tuple[tuple[Any, ...], Tensor, Tensor | None] | None = (several, destination, source)
+        self._pending: tuple[tuple[Any, ...], Tensor, Any] | None = (several, destination, source)
         self._counters = counters
 
     def wait(self) -> None:

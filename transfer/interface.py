@@ -11,6 +11,7 @@ import contextlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any, ClassVar
 
 import torch
@@ -26,6 +27,9 @@ from .ranges import named_range
 from .stats import Counters, StrategyStats
 from .strategy_config import StrategyConfig, strategy_config
 from .validation import validate
+
+#: Whether the caller of ``_submit`` waits for the copy at once, and so has nothing else for the host to do.
+HOST_WAITS: ContextVar[bool] = ContextVar("HOST_WAITS", default=False)
 
 
 class HostToDeviceTransfer(ABC):
@@ -157,7 +161,11 @@ class HostToDeviceTransfer(ABC):
             TransferError: As ``submit``.
             Exception: As ``submit``, also from waiting.
         """
-        copy = self.submit(destination, source)
+        before = HOST_WAITS.set(True)
+        try:
+            copy = self.submit(destination, source)
+        finally:
+            HOST_WAITS.reset(before)
         if copy is not FINISHED:
             with self._draining(self.accelerator, destination):
                 copy.wait()
@@ -178,6 +186,15 @@ class HostToDeviceTransfer(ABC):
         Blocks until no copy of this object reads it. Otherwise that happens when the storage is
         freed, and at ``close``.
         """
+
+    def drain(self) -> None:
+        """Blocks until the device has nothing left to do; for after an error, when copies may be unknown.
+
+        Raises:
+            Exception: What the accelerator reports.
+        """
+        if self._resolved is not None and not self._is_forked:
+            self._resolved.synchronize()
 
     def is_host_to_device(self, destination: Tensor, source: Tensor) -> bool:
         """Whether a copy would cross from host memory to this transfer's accelerator.

@@ -1,4 +1,8 @@
-"""Host storages page-locked in place: each once in the process, whoever asks, and never longer than it lives."""
+"""Host storages page-locked in place: each once in the process, whoever asks, and never longer than it lives.
+
+An owner is any object that can be told from others. What an owner holds is known here alone, so that an
+interrupt at any point leaves nothing that nobody would give back.
+"""
 
 from __future__ import annotations
 
@@ -23,19 +27,20 @@ class PageLock:
     """One storage, registered with one accelerator. Made by ``page_lock``, shared by all who ask.
 
     Attributes:
-        storage_id: The storage's identity, for as long as it lives.
+        address: Where the storage is.
         num_bytes: Its size.
+        owners: Who holds it; the last to leave unregisters it.
     """
 
     def __init__(self, accelerator: Accelerator, storage: torch.UntypedStorage) -> None:
         self._accelerator = accelerator
         self._storage = weakref.ref(storage)
         self._process = os.getpid()
-        self.storage_id = storage._cdata
         self.address = storage.data_ptr()
         self.num_bytes = storage.nbytes()
-        self.holders = 0
+        self.owners: set[object] = set()
         self._pieces: list[tuple[int, int]] = []  # address and bytes of each registration
+        self._uncertain: set[tuple[int, int]] = set()  # those of which an interrupt left open whether they are made
         self._whole = False  # whether they cover the storage
 
     @property
@@ -62,13 +67,13 @@ class PageLock:
         return self._storage() is tensor.untyped_storage() and self.is_current
 
     def cuts(self, tensor: Tensor) -> list[int]:
-        """Element offsets in a contiguous view at which a registration ends and the next begins.
+        """Addresses inside a contiguous view at which a registration ends and the next begins.
 
         A copy that spans two registrations fails, or is slow, so chunks end there.
         """
-        begin, size = tensor.data_ptr(), tensor.element_size()
-        offsets = sorted((piece - begin) // size for piece, _ in self._pieces)
-        return [offset for offset in offsets if 0 < offset < tensor.numel()]
+        begin = tensor.data_ptr()
+        end = begin + tensor.numel() * tensor.element_size()
+        return sorted(piece for piece, _ in self._pieces if begin < piece < end)
 
     def register(self) -> None:
         """Page-locks the storage.
@@ -87,12 +92,23 @@ class PageLock:
     def _register(self, number: int) -> None:
         try:
             for begin, end in self._plan(number):
-                if not self._accelerator.register_host_memory(begin, end - begin):
-                    raise RuntimeError(f"{self._accelerator.name} cannot page-lock existing memory")
-                self._pieces.append((begin, end - begin))
+                self._register_piece((begin, end - begin))
             self._whole = True
         except BaseException:
             self.unregister()
+            raise
+
+    def _register_piece(self, piece: tuple[int, int]) -> None:
+        # Written down before: an interrupt arrives when the long call returns, and so after the registration.
+        self._pieces.append(piece)
+        try:
+            if not self._accelerator.register_host_memory(*piece):
+                raise RuntimeError(f"{self._accelerator.name} cannot page-lock existing memory")
+        except Exception:
+            self._pieces.remove(piece)  # by the protocol, nothing has changed then
+            raise
+        except BaseException:
+            self._uncertain.add(piece)
             raise
 
     def unregister(self) -> None:
@@ -109,7 +125,13 @@ class PageLock:
                 return
             try:
                 self._accelerator.unregister_host_memory(piece[0])
+            except Exception:
+                if piece in self._uncertain:  # it never was registered, or no longer is
+                    continue
+                self._pieces.append(piece)
+                raise
             except BaseException:
+                self._uncertain.add(piece)
                 self._pieces.append(piece)
                 raise
 
@@ -127,63 +149,73 @@ _locks: dict[tuple[int, int], PageLock] = {}
 _guard = threading.RLock()
 
 
-def page_lock(accelerator: Accelerator, tensor: Tensor) -> PageLock:
-    """Page-locks the whole storage of a host tensor, or joins those who have done so.
+def page_lock(accelerator: Accelerator, tensor: Tensor, owner: object) -> PageLock:
+    """Page-locks the whole storage of a host tensor for ``owner``, or joins those who have done so.
 
-    Blocks for about 50 ms a GiB when it is the first.
-
-    Returns:
-        The lock; ``leave`` gives it back.
+    Blocks for about 50 ms a GiB when it is the first. Code that moves the storage or frees its memory by
+    other means than dropping it (``resize_``, ``share_memory_``) must let it be given back first.
 
     Raises:
-        Exception: As ``PageLock.register``.
+        Exception: As ``PageLock.register``; ``owner`` does not hold it then.
     """
-    storage = tensor.untyped_storage()
-    key = (id(accelerator), storage._cdata)
     with _guard:
-        lock = _locks.get(key)
-        if lock is not None and not lock.is_current:  # resized, or the finalizer below has not run yet
-            lock.unregister()
-            lock = None
-        if lock is None:
-            lock = PageLock(accelerator, storage)
-            try:
-                lock.register()
-            finally:
-                if lock.held_bytes:  # in part, where it failed: kept to be given back
-                    _locks[key] = lock
-                    # Takes no lock: it may run in the middle of anything. Not at exit, where copies may be in flight.
-                    weakref.finalize(storage, _storage_died, key, lock).atexit = False
-        lock.holders += 1
+        another = joined(accelerator, tensor, owner)
+        if another is not None:
+            return another
+        storage = tensor.untyped_storage()
+        key = _key(accelerator, tensor)
+        before = _locks.get(key)
+        if before is not None:  # resized, or the finalizer below has not run yet
+            before.unregister()
+        lock = PageLock(accelerator, storage)
+        lock.owners.add(owner)
+        _locks[key] = lock
+        # Takes no lock: it may run in the middle of anything. Not at exit, where copies may be in flight.
+        weakref.finalize(storage, _storage_died, key, lock).atexit = False
+        try:
+            lock.register()
+        except BaseException:
+            lock.owners.discard(owner)
+            if not lock.held_bytes:  # else it is kept, to be given back
+                _forget(lock)
+            raise
         return lock
 
 
-def leave(lock: PageLock) -> None:
-    """Gives back what one call of ``page_lock`` returned; the last one to leave unregisters.
+def joined(accelerator: Accelerator, tensor: Tensor, owner: object) -> PageLock | None:
+    """As ``page_lock``, for a storage that somebody in this process has page-locked already; else None."""
+    lock = _locks.get(_key(accelerator, tensor))
+    if lock is None or not lock.covers(tensor):
+        return None
+    if owner not in lock.owners:
+        with _guard:  # against the last owner leaving
+            if not lock.is_current:
+                return None
+            lock.owners.add(owner)
+    return lock
+
+
+def owned_by(owner: object) -> list[PageLock]:
+    """What ``owner`` holds."""
+    return [lock for lock in tuple(_locks.values()) if owner in lock.owners]
+
+
+def leave(lock: PageLock, owner: object) -> None:
+    """Gives up what ``owner`` holds; the last one to leave unregisters. One that holds nothing is fine.
 
     Raises:
         Exception: As ``PageLock.unregister``; the lock is not left then.
     """
     with _guard:
-        if lock.holders == 1:
+        if owner in lock.owners and len(lock.owners) == 1:
             lock.unregister()
             _forget(lock)
-        lock.holders -= 1
-
-
-def joined(accelerator: Accelerator, tensor: Tensor) -> PageLock | None:
-    """As ``page_lock``, for a storage that somebody in this process has page-locked already; else None."""
-    with _guard:
-        lock = _locks.get((id(accelerator), tensor.untyped_storage()._cdata))
-        if lock is None or not lock.is_current:
-            return None
-        lock.holders += 1
-        return lock
+        lock.owners.discard(owner)
 
 
 def stale() -> list[PageLock]:
     """Locks whose storage has moved or was freed since: their addresses may be somebody else's now."""
-    return [lock for lock in tuple(_locks.values()) if not lock.is_current and lock.held_bytes]
+    return [lock for lock in tuple(_locks.values()) if not lock.is_current]
 
 
 def give_back(lock: PageLock) -> None:
@@ -194,15 +226,7 @@ def give_back(lock: PageLock) -> None:
     """
     with _guard:
         lock.unregister()
-        if lock.holders == 0:
-            _forget(lock)
-
-
-def give_back_abandoned() -> None:
-    """Tries again to unregister what nobody holds: what is left of registrations that failed half-way."""
-    for lock in stale():
-        if lock.holders == 0:
-            give_back(lock)
+        _forget(lock)
 
 
 def locked_bytes() -> int:
@@ -210,9 +234,20 @@ def locked_bytes() -> int:
     return sum(lock.held_bytes for lock in tuple(_locks.values()))
 
 
+def _key(accelerator: Accelerator, tensor: Tensor) -> tuple[int, int]:
+    return id(accelerator), tensor.untyped_storage()._cdata
+
+
 def _forget(lock: PageLock) -> None:
     for key, value in tuple(_locks.items()):
         if value is lock:
+            _locks.pop(key, None)
+
+
+def _storage_died(key: tuple[int, int], lock: PageLock) -> None:
+    with contextlib.suppress(BaseException):  # a finalizer has nobody to tell; `stale` finds it, and it is tried again
+        lock.unregister()
+        if _locks.get(key) is lock:
             _locks.pop(key, None)
 
 
@@ -225,10 +260,3 @@ def _start_afresh() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_start_afresh)
-
-
-def _storage_died(key: tuple[int, int], lock: PageLock) -> None:
-    with contextlib.suppress(BaseException):  # a finalizer has nobody to tell; `stale` finds it, and it is tried again
-        lock.unregister()
-        if _locks.get(key) is lock:
-            _locks.pop(key, None)

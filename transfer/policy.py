@@ -166,7 +166,7 @@ class TransferPolicy:
             return "`pinned_direct.page_lock` is false."
         if not self.config.fallback:
             # Nobody knows whether it was prepared, and not to have been would be an error.
-            return "With `fallback: false` only a source that is pinned already goes directly."
+            return "With `fallback: false`, `strategy: pinned_direct` asks for page-locking in place."
         num_bytes = source.untyped_storage().nbytes()
         if self._budget is not None and num_bytes > self._budget:
             return f"Its {num_bytes} bytes are more than `pinned_direct.max_page_locked` ({self._budget})."

@@ -89,14 +89,17 @@ class ScratchLanes:
                     return error
         return None
 
-    def cross(self, chunks: Sequence[tuple[Tensor, Tensor]], whole: tuple[Tensor, Tensor], counters: Counters) -> Any:
+    def cross(
+        self, chunks: Sequence[tuple[Tensor, Tensor]], destination: Tensor, reads: Any, counters: Counters
+    ) -> EventCopy:
         """Queues a copy; returns at once.
 
         Args:
             chunks: Views of destination and source that belong together. The source's are contiguous and
                 device-registered, and of at most ``chunk_elements`` where they need scratch; or they are
                 the source as the device addresses it.
-            whole: Destination and source, which live as long as the copy.
+            destination: All of it, which lives as long as the copy.
+            reads: What the copy reads, likewise.
             counters: Where waits for the copy are counted.
 
         Returns:
@@ -124,7 +127,7 @@ class ScratchLanes:
                 event = accelerator.Event()  # type: ignore[misc]  # likewise
                 event.record()
                 events.append(event)
-        copy = EventCopy(events, *whole, counters)
+        copy = EventCopy(events, destination, reads, counters)
         self._in_flight.append(copy)
         self._unsettled = False
         return copy

@@ -90,7 +90,7 @@ def test_what_prepare_may_page_lock_goes_directly_and_the_reason_says_why_not(si
             {"pinned_direct": {"max_page_locked": 4 * LARGE - 1}},
             f"Its {4 * LARGE} bytes are more than `pinned_direct.max_page_locked` ({4 * LARGE - 1}).",
         ),
-        ({"fallback": False}, "With `fallback: false` only a source that is pinned already goes directly."),
+        ({"fallback": False}, "With `fallback: false`, `strategy: pinned_direct` asks for page-locking in place."),
     ]:
         policy = TransferPolicy(config, simulated)
         assert policy.select(destination, source) == Decision("pinned_staged", staged + reason)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,10 +18,14 @@ from ..config_fields import BufferCount, Elements, Flag, SizeBytes
 from ..exclusive import REFUSALS, ExclusiveTransfer
 from ..host_memory import available_bytes, local_ranks
 from ..in_flight import InFlightCopy
-from ..page_locks import PageLock
+from ..interface import HOST_WAITS
 from ..scratch_lanes import ScratchLanes
 from ..strategy_config import StrategyConfig
+from ._direct_holdings import DirectHoldings, mapped_views
 from .pinned_staged import PinnedStagedTransfer
+
+#: Refusals of different storages after which no other is tried.
+_MOST_REFUSALS = 2
 
 
 class PinnedDirectConfig(StrategyConfig):
@@ -28,9 +33,9 @@ class PinnedDirectConfig(StrategyConfig):
 
     Attributes:
         mapped: Whether the device reads the source where it is and casts it, in a single kernel, on
-            accelerators that can (``Capabilities.maps_host_memory``): next to nothing for the host to do,
-            and no scratch, but the device computes nothing else meanwhile. False: chunks cross by the
-            copy engine, at 3% more of the link's speed.
+            accelerators that can (``Capabilities.maps_host_memory``): next to nothing for the host to do, no
+            scratch, and 5% slower than chunks, which cross by the copy engine. So ``submit`` does, but not
+            ``copy``, in which the host has nothing else to do. False: chunks always.
         chunk_elements: Elements in each scratch buffer on the device, where chunks cross.
         buffers: Scratch buffers, each with a stream. With two, one is cast from while the other fills.
         page_lock: Whether ``prepare`` page-locks sources in place. False: only sources that the
@@ -60,8 +65,8 @@ class PinnedDirectConfig(StrategyConfig):
 class PinnedDirectTransfer(ExclusiveTransfer):
     """The device reads the source itself and casts it; the host only queues the work.
 
-    Where the accelerator maps host memory and a cast is needed, one kernel does both. Otherwise chunks
-    cross as they are into device scratch and are cast there.
+    Where the accelerator maps host memory and a cast is needed, one kernel does both, unless the caller
+    waits at once (``copy``). Otherwise chunks cross as they are into device scratch and are cast there.
 
     The source must be readable by the device: pinned when it was made, or page-locked in place by
     ``prepare``, which blocks for about 50 ms a GiB, once for each storage however many views of it are
@@ -91,9 +96,10 @@ class PinnedDirectTransfer(ExclusiveTransfer):
         fallback: bool = True,
         **options: Any,
     ) -> None:
-        self._held: _Held = _Held()
+        self._held: DirectHoldings = DirectHoldings()
         self._stand_in = PinnedStagedTransfer(accelerator=accelerator, fallback=fallback)
         self._said: set[str] = set()  # which refusals that may pass were warned of already
+        self._refused_storages: list[weakref.ref[Any]] = []
         super().__init__(config, accelerator, fallback=fallback, **options)
 
     @property
@@ -102,7 +108,7 @@ class PinnedDirectTransfer(ExclusiveTransfer):
 
     @property
     def page_locked_bytes(self) -> int:
-        return sum(lock.held_bytes for lock in tuple(self._held.locks.values()))
+        return sum(lock.held_bytes for lock in page_locks.owned_by(self._held.owner))
 
     @property
     def scratch_bytes(self) -> int:
@@ -134,10 +140,7 @@ class PinnedDirectTransfer(ExclusiveTransfer):
         if self._is_forked:
             return
         with self._lock:
-            lock = self._held.locks.get(source.untyped_storage()._cdata)
-            if lock is None:
-                return
-            self._held.leaving.append(lock)
+            self._held.leaving += [lock for lock in page_locks.owned_by(self._held.owner) if lock.covers(source)]
             if self._busy:  # inside a submit or close of this thread, which releases what is marked before it ends
                 return
             try:
@@ -160,11 +163,19 @@ class PinnedDirectTransfer(ExclusiveTransfer):
             )
             self._stand_in_once("budget", refusal)
             return
+        storage = weakref.ref(source.untyped_storage())
+        if storage in self._refused_storages:
+            return
         try:
-            self._held.add(page_locks.page_lock(accelerator, source))
+            page_locks.page_lock(accelerator, source, self._held.owner)
         except REFUSALS as error:
             remedy = "Allow this process more locked memory, or set `pinned_direct.page_lock: false`."
-            self._refuse(accelerator, f"page-locking {wanted} bytes in place failed: {error}. {remedy}", error)
+            refusal = f"page-locking {wanted} bytes in place failed: {error}. {remedy}"
+            # It may be this memory alone, such as a read-only file; but not time after time.
+            self._refused_storages.append(storage)
+            if len(self._refused_storages) == _MOST_REFUSALS:
+                self._refused_by, self._refusal = accelerator, refusal
+            self._stand_in_once("page lock", refusal, error)
 
     def _cross(self, accelerator: Accelerator, destination: Tensor, source: Tensor) -> InFlightCopy:
         self._held.release()  # where an earlier close was interrupted
@@ -177,27 +188,25 @@ class PinnedDirectTransfer(ExclusiveTransfer):
         if any(lanes.needs_scratch(*chunk) for chunk in chunks) and not self._allocate(lanes, source):
             return self._pass_on(self._stand_in, destination, source)
         self._counters.add(pieces=len(chunks))
-        copy: InFlightCopy = lanes.cross(chunks, (destination, source), self._counters)
+        # The source as the device addresses it lives as long as the copy too.
+        copy: InFlightCopy = lanes.cross(chunks, destination, (source, chunks), self._counters)
         return copy
 
     def _chunks(self, accelerator: Accelerator, destination: Tensor, source: Tensor) -> list[tuple[Tensor, Tensor]]:
-        lock = self._held.locks.get(source.untyped_storage()._cdata)
+        lock = page_locks.joined(accelerator, source, self._held.owner)
         cuts = [] if lock is None else lock.cuts(source)
-        addresses = [source.data_ptr() + cut * source.element_size() for cut in cuts]
-        if self.config.mapped and destination.dtype != source.dtype and accelerator.capabilities.maps_host_memory:
-            # Not of the protocol's required part: an accelerator with the capability has it.
-            view = accelerator.device_view  # type: ignore[attr-defined]
-            whole = [(destination, source)]
-            mapped = [(target, view(piece)) for target, piece in (cut_at(whole, addresses) if addresses else whole)]
-            if mapped[0][1].device == destination.device:
-                return mapped
+        # Memory that others have pinned may be so in part: the copy engine says so, a kernel would fail for good.
+        if lock is not None and self.config.mapped and not HOST_WAITS.get() and destination.dtype != source.dtype:
+            views = mapped_views(accelerator, destination, source, cuts)
+            if views:
+                return views
         chunks = paired_chunks(destination, source, self.config.chunk_elements)
-        return list(cut_at(chunks, addresses) if addresses else chunks)
+        return list(cut_at(chunks, cuts) if cuts else chunks)
 
     def _obstacle(self, accelerator: Accelerator, source: Tensor) -> str | None:
         """Why the device cannot read this source as it is, in one sentence, or None."""
-        if not source.is_contiguous():
-            return "It is not contiguous."
+        if not source.is_contiguous() or source.is_neg() or source.data_ptr() % source.element_size():
+            return "It is not contiguous and aligned memory with the values themselves."
         missing = accelerator.capabilities.why_not("streams", "events")
         if missing is not None or self._readable(accelerator, source):
             return missing
@@ -207,16 +216,11 @@ class PinnedDirectTransfer(ExclusiveTransfer):
 
     def _readable(self, accelerator: Accelerator, source: Tensor) -> bool:
         """Whether the device can read the source directly, of which ``_held`` has the lock if there is one."""
-        lock = self._held.locks.get(source.untyped_storage()._cdata)
-        if lock is not None and lock.covers(source):
+        if page_locks.joined(accelerator, source, self._held.owner) is not None:
             return True
         for stale in page_locks.stale():  # an address of its may be this source's now
             self._held.settle()
             page_locks.give_back(stale)
-        another = page_locks.joined(accelerator, source)
-        if another is not None:
-            self._held.add(another)
-            return True
         return accelerator.is_pinned(source)
 
     def _lanes(self, accelerator: Accelerator, destination: Tensor, source: Tensor) -> ScratchLanes:
@@ -244,58 +248,3 @@ class PinnedDirectTransfer(ExclusiveTransfer):
         if what not in self._said:
             self._said.add(what)
             self._warn_of_stand_in(refusal)
-
-
-class _Held:
-    """Lanes for each accelerator, device and source dtype; page locks by the identity of their storage."""
-
-    def __init__(self) -> None:
-        self.lanes: dict[tuple[int, torch.device, torch.dtype], ScratchLanes] = {}
-        self.locks: dict[int, PageLock] = {}
-        self.leaving: list[PageLock] = []  # to be left once nothing reads them
-        self._closing = False
-
-    def add(self, lock: PageLock) -> None:
-        """Keeps a lock, and forgets those whose storage is gone: identities are given out again."""
-        for other in [each for each in self.locks.values() if not each.is_current]:
-            self.leave(other)
-        self.locks[lock.storage_id] = lock
-
-    def leave(self, lock: PageLock) -> None:
-        if self.locks.get(lock.storage_id) is not lock:
-            return
-        self.locks.pop(lock.storage_id)  # first, so that being entered again leaves it once
-        try:
-            page_locks.leave(lock)
-        except BaseException:
-            self.locks[lock.storage_id] = lock
-            raise
-
-    def settle(self) -> None:
-        """Waits for every copy."""
-        for lanes in tuple(self.lanes.values()):
-            if lanes.is_ours:
-                lanes.settle(wait=True)
-
-    def mark(self) -> None:
-        self._closing = True
-
-    def release(self) -> None:
-        while self.leaving:
-            leaving = self.leaving.pop()
-            try:
-                self.settle()
-                self.leave(leaving)
-            except BaseException:
-                self.leaving.append(leaving)
-                raise
-        if not self._closing:
-            return
-        for key, lanes in tuple(self.lanes.items()):
-            if lanes.is_ours:
-                lanes.close()
-            self.lanes.pop(key, None)
-        for lock in tuple(self.locks.values()):
-            self.leave(lock)
-        page_locks.give_back_abandoned()
-        self._closing = False
