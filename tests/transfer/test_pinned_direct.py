@@ -579,6 +579,43 @@ def test_a_failed_unregister_is_tried_again(simulated, way, failed_after):
     assert simulated.pinned_bytes == transfer.pinned_bytes == transfer.page_locked_bytes == 0
 
 
+@MODES
+def test_what_is_registered_in_part_is_nobodys_source(simulated, mapped):
+    """After a failed unprepare, another transfer neither joins the rest nor trips over it."""
+    Recorder(simulated, most_bytes=PAGE * 5)
+    first, second = direct(simulated), direct(simulated, mapped=mapped, chunk_elements=3000)
+    source, destination = torch.arange(16 * 1024).float() % 128, empty(simulated, 16 * 1024)
+    first.prepare(source)
+    with failing(simulated, "unregister_host_memory", OSError("busy"), after=1), pytest.raises(OSError, match="busy"):
+        first.unprepare(source)
+    assert 0 < first.page_locked_bytes == simulated.pinned_bytes < source.nbytes
+    with pytest.raises(StrategyUnavailableError, match="not pinned"):
+        second.copy(destination, source)
+    second.prepare(source)
+    second.copy(destination, source)
+    assert torch.equal(destination, source.bfloat16())
+    first.close()
+    assert second.page_locked_bytes == simulated.pinned_bytes == source.nbytes
+    second.close()
+    assert simulated.pinned_bytes == 0
+
+
+def test_a_storage_that_moved_with_its_size_is_stale(simulated):
+    """share_memory_ keeps the storage and its size, and gives it another address."""
+    recorder = Recorder(simulated)
+    with PinnedDirectTransfer(accelerator=simulated, mapped=False, chunk_elements=300) as transfer:
+        source, destination = torch.arange(1000.0), empty(simulated, 1000, dtype=torch.float32)
+        transfer.prepare(source)
+        before = source.data_ptr()
+        source.share_memory_()
+        assert source.data_ptr() != before
+        transfer.copy(destination, source)
+        assert torch.equal(destination, torch.arange(1000.0))
+        assert transfer.stats()["pinned_direct"].passed_on == 1
+        assert recorder.unregistered == [before]
+    assert simulated.pinned_bytes == 0
+
+
 def test_a_failed_unregister_at_the_end_of_a_storage_is_made_up_for(simulated):
     transfer = PinnedDirectTransfer(accelerator=simulated, chunk_elements=300)
     source = torch.zeros(1000)
@@ -594,7 +631,8 @@ def test_a_failed_unregister_at_the_end_of_a_storage_is_made_up_for(simulated):
     assert simulated.pinned_bytes == 0
 
 
-def test_what_a_failed_registration_could_not_give_back_is_given_back_later(simulated):
+@pytest.mark.parametrize("copies", [True, False])
+def test_what_a_failed_registration_could_not_give_back_is_given_back_later(simulated, copies):
     """Of the four pieces the second is refused, and then the first cannot be given back."""
     register = simulated.register_host_memory
     sizes = []
@@ -612,8 +650,9 @@ def test_what_a_failed_registration_could_not_give_back_is_given_back_later(simu
         transfer.prepare(source)
     assert simulated.pinned_bytes > 0
     assert transfer.page_locked_bytes == 0, "not as a whole"
-    transfer.copy(destination, source)
-    assert torch.equal(destination, source.bfloat16())
+    if copies:
+        transfer.copy(destination, source)
+        assert torch.equal(destination, source.bfloat16())
     transfer.close()
     assert simulated.pinned_bytes == 0
 

@@ -135,9 +135,8 @@ class PinnedDirectTransfer(ExclusiveTransfer):
             return
         with self._lock:
             lock = self._held.locks.get(source.untyped_storage()._cdata)
-            if lock is None:
-                return
-            self._held.leaving.append(lock)
+            if lock is not None:
+                self._held.leaving.append(lock)
             if self._busy:  # inside a submit or close of this thread, which releases what is marked before it ends
                 return
             try:
