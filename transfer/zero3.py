@@ -267,7 +267,8 @@ def _deepspeed_engine(engine: Any) -> weakref.ref[Any] | None:
     candidate = engine
     for _ in range(3):
         if hasattr(candidate, "monitor") and hasattr(candidate, "global_samples"):
-            return weakref.ref(candidate)
+            with contextlib.suppress(TypeError):  # a stand-in of some kind
+                return weakref.ref(candidate)
         candidate = getattr(candidate, "optimizer", None)
     return None
 

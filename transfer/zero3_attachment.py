@@ -22,7 +22,6 @@ class Attachment:
         by_install: Whether ``install`` attached it.
         engine: The DeepSpeed engine where it is known, for its monitor.
         in_step: Whether the optimizer's step is under way, at whose end every copy is waited for.
-        updates: Sub-groups that the CPU optimizer has updated in this step.
         tiled: The sub-group whose copy-back was submitted while it was updated, or None.
     """
 
@@ -31,10 +30,10 @@ class Attachment:
     by_install: bool = False
     engine: weakref.ref[Any] | None = None
     in_step: bool = False
-    updates: int = 0
     tiled: int | None = None
     _in_flight: list[tuple[int, InFlightCopy]] = field(default_factory=list)
-    _prepared: dict[int, weakref.ref[Any]] = field(default_factory=dict)
+    _interrupted: bool = False
+    _prepared: dict[int, tuple[weakref.ref[Any], int]] = field(default_factory=dict)
 
     @property
     def deferred(self) -> bool:
@@ -42,15 +41,17 @@ class Attachment:
         return getattr(self.transfer.config, "completion", "deferred") == "deferred"
 
     def prepare(self, optimizer: Any, sub_group_id: int) -> None:
-        """Prepares a master partition, once for each storage that it is given."""
-        if getattr(optimizer, "swap_optimizer", False):
-            return  # a master on NVMe passes through buffers that belong to others
+        """Prepares a master partition, once for each storage that it is given, and place where that is."""
+        if getattr(optimizer, "swap_optimizer", False) or has_own_order(optimizer):
+            # On NVMe it passes through buffers that belong to others. ZenFlow and SuperOffload move masters
+            # into shared memory, under the storage that stays: what is page-locked must not move.
+            return
         source = optimizer.fp32_partitioned_groups_flat[sub_group_id].data
-        storage = source.untyped_storage()
+        storage, address = source.untyped_storage(), source.untyped_storage().data_ptr()
         known = self._prepared.get(sub_group_id)
-        if known is None or known() is not storage:
+        if known is None or known[0]() is not storage or known[1] != address:
             self.transfer.prepare(source)
-            self._prepared[sub_group_id] = weakref.ref(storage)
+            self._prepared[sub_group_id] = weakref.ref(storage), address
 
     def unprepare(self, optimizer: Any) -> None:
         """Undoes ``prepare`` for every master."""
@@ -60,7 +61,9 @@ class Attachment:
 
     def submit(self, sub_group_id: int, destination: Any, source: Any) -> None:
         """Starts a copy that ``finish`` waits for."""
+        self._interrupted = True  # until the copy is in the list
         self._in_flight.append((sub_group_id, self.transfer.submit(destination, source)))
+        self._interrupted = False
 
     def release_source(self, sub_group_id: int) -> None:
         """Blocks until no copy reads the master of this sub-group."""
@@ -74,14 +77,24 @@ class Attachment:
         Raises:
             Exception: The first error that waiting met; every other copy has been waited for.
         """
+        if self._interrupted:  # there may be a copy that nobody knows of
+            self.transfer.drain()
+            self._interrupted = False
         with contextlib.ExitStack() as waiting:  # all of them, and the first error after
             for entry in reversed(self._in_flight):
                 waiting.callback(entry[1].wait)
         self._in_flight.clear()
 
 
+def has_own_order(optimizer: Any) -> bool:
+    """Whether this optimizer's step is not ZeRO-3's: SuperOffload's and ZenFlow's are not."""
+    return hasattr(optimizer, "superoffload_cpu_optimizer") or bool(getattr(optimizer, "zenflow", False))
+
+
 def crosses(optimizer: Any, sub_group_id: int, transfer: HostToDeviceTransfer) -> bool:
     """Whether this sub-group's copy-back is one that the interface is for."""
+    if sub_group_id >= len(optimizer.fp16_partitioned_groups_flat):  # offloaded as a whole, by offload_states
+        return False
     destination = optimizer.fp16_partitioned_groups_flat[sub_group_id]
     source = optimizer.fp32_partitioned_groups_flat[sub_group_id]
     if destination is None or getattr(optimizer, "offload_param", False):  # on NVMe, or on the host

@@ -57,6 +57,11 @@ def hook(owner: type, name: str, replacement: Replacement) -> None:
     setattr(owner, name, hooked)
 
 
+def is_ours(function: Any) -> bool:
+    """Whether this is a function of ours itself, and not somebody's that may lead to one."""
+    return isinstance(function, Hashable) and function in _originals
+
+
 def remove_all() -> None:
     """Gives every method back, except where somebody else has wrapped ours: there it stays."""
     for owner, name in list(active):

@@ -2,22 +2,44 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 from .stats import StrategyStats
+from .zero3_attachment import Attachment
 
 #: Events are called ``Train/H2D/<strategy>/<field of StrategyStats>``.
 PREFIX = "Train/H2D"
 
-
-def enabled(engine: Any) -> bool:
-    """Whether this engine's monitor writes anything from this rank."""
-    return bool(getattr(getattr(engine, "monitor", None), "enabled", False)) and engine.global_rank == 0
+logger = logging.getLogger("transfer")
 
 
-def write_step(engine: Any, before: dict[str, StrategyStats], after: dict[str, StrategyStats]) -> None:
-    """Writes the difference between two counts, at the sample to which DeepSpeed counts this step."""
+def reporter(attachment: Attachment) -> Callable[[], None]:
+    """Call what this returns at the end of the step: it writes what was copied since.
+
+    A monitor that fails is logged, and never ends a step.
+    """
+    engine = attachment.engine() if attachment.engine is not None else None
+    if engine is None or not getattr(engine.monitor, "enabled", False) or engine.global_rank != 0:
+        return lambda: None
+    before = attachment.transfer.stats()
+
+    def report() -> None:
+        try:
+            events = _events(engine, before, attachment.transfer.stats())
+            if events:
+                engine.monitor.write_events(events)
+        except Exception as error:  # noqa: BLE001 - of TensorBoard, W&B, a full disk
+            logger.warning("DeepSpeed's monitor has refused what the step copied: %s", error)
+
+    return report
+
+
+def _events(
+    engine: Any, before: dict[str, StrategyStats], after: dict[str, StrategyStats]
+) -> list[tuple[str, float, int]]:
     # The engine counts a step's samples after the optimizer's step, in the middle of which this is called.
     samples = engine.global_samples + engine.train_batch_size()
     events = []
@@ -25,5 +47,4 @@ def write_step(engine: Any, before: dict[str, StrategyStats], after: dict[str, S
         of_step = total - before.get(name, StrategyStats())
         if of_step.copies or of_step.passed_on:
             events += [(f"{PREFIX}/{name}/{field}", value, samples) for field, value in asdict(of_step).items()]
-    if events:
-        engine.monitor.write_events(events)
+    return events

@@ -13,11 +13,13 @@ from collections.abc import Callable
 from typing import Any
 
 from . import zero3_monitor as monitor
-from .zero3_attachment import Attachment, crosses
-from .zero3_hooks import Replacement
-from .zero3_tiles import can_tile, updating_in_tiles
+from .zero3_attachment import Attachment, crosses, has_own_order
+from .zero3_hooks import Replacement, is_ours
+from .zero3_tiles import can_tile, has_post_hooks, updating_in_tiles
 
 COPY_BACK = "_reassign_or_swap_out_partitioned_parameters"
+#: What runs from the first copy-back of a step to its end.
+_BETWEEN = ("_optimizer_step", COPY_BACK, "_release_sub_group", "_post_step")
 
 
 def replacements(find: Callable[[Any], Attachment | None]) -> dict[str, Replacement]:
@@ -32,10 +34,9 @@ def replacements(find: Callable[[Any], Attachment | None]) -> dict[str, Replacem
         if attachment is None or attachment.in_step:
             return original(optimizer, *args, **kwargs)
         attachment.finish()  # what an interrupted step may have left
-        attachment.in_step, attachment.updates, attachment.tiled = True, 0, None
-        engine = attachment.engine() if attachment.engine is not None else None
-        before = attachment.transfer.stats() if monitor.enabled(engine) else None
+        report = monitor.reporter(attachment)
         try:
+            attachment.in_step, attachment.tiled = True, None
             result = original(optimizer, *args, **kwargs)
         except BaseException:
             with contextlib.suppress(Exception):  # the first error is the one to see
@@ -45,25 +46,26 @@ def replacements(find: Callable[[Any], Attachment | None]) -> dict[str, Replacem
             attachment.finish()
         finally:
             attachment.in_step = False
-        if before is not None:
-            monitor.write_step(engine, before, attachment.transfer.stats())
+        report()
         return result
 
     def optimizer_step(original: Callable[..., Any], optimizer: Any, sub_group_id: int, *args: Any) -> Any:
         attachment = find(optimizer)
-        if attachment is None or not _defers(attachment, optimizer):
+        if attachment is None:
             return original(optimizer, sub_group_id, *args)
-        updates_before = attachment.updates
-        devices = getattr(optimizer, "subgroup_to_device", {})
-        attachment.updates += devices.get(sub_group_id, "cpu") == "cpu"
+        attachment.release_source(sub_group_id)  # an update writes what a copy might still read
         cpu_optimizer = getattr(optimizer, "optimizer", None)
-        if not (_is_last(optimizer, sub_group_id, attachment) and can_tile(cpu_optimizer, updates_before)):
+        if not (
+            _defers(attachment, optimizer) and _is_last(optimizer, sub_group_id, attachment) and can_tile(cpu_optimizer)
+        ):
             return original(optimizer, sub_group_id, *args)
         destination, master = _partitions(optimizer, sub_group_id)
 
         def submit(offset: int, length: int) -> None:
-            attachment.tiled = sub_group_id
-            attachment.submit(sub_group_id, destination.narrow(0, offset, length), master.narrow(0, offset, length))
+            if find(optimizer) is attachment:  # else another transfer was attached meanwhile, and copies all of it
+                attachment.tiled = sub_group_id
+                part = (offset, length)
+                attachment.submit(sub_group_id, destination.narrow(0, *part), master.narrow(0, *part))
 
         attachment.prepare(optimizer, sub_group_id)
         with updating_in_tiles(cpu_optimizer, master, submit):
@@ -106,9 +108,16 @@ def replacements(find: Callable[[Any], Attachment | None]) -> dict[str, Replacem
 
 
 def _defers(attachment: Attachment, optimizer: Any) -> bool:
-    """Whether waits may be left to the end of the step. SuperOffload and ZenFlow have orders of their own."""
-    has_own_order = hasattr(optimizer, "superoffload_cpu_optimizer") or getattr(optimizer, "zenflow", False)
-    return attachment.in_step and attachment.deferred and not has_own_order
+    """Whether waits may be left to the end of the step.
+
+    Not where somebody else's code runs between a copy-back and that end, and might look at the partitions:
+    a subclass or a wrapper of these methods, or a hook of the optimizer.
+    """
+    if not (attachment.in_step and attachment.deferred) or has_own_order(optimizer):
+        return False
+    cls, own = type(optimizer), vars(optimizer)
+    only_ours = all(is_ours(getattr(cls, name, None)) and name not in own for name in _BETWEEN)
+    return only_ours and not has_post_hooks(getattr(optimizer, "optimizer", None))
 
 
 def _is_last(optimizer: Any, sub_group_id: int, attachment: Attachment) -> bool:

@@ -18,9 +18,16 @@ from typing import Any
 ALIGNMENT_ELEMENTS = 2**16
 #: What is left when a tile would be smaller goes as a whole: 2^21 elements cross in about 0.2 ms.
 SMALLEST_ELEMENTS = 2**21
-#: From this version on, an update with the step number of the one before leaves the op's state alone.
-#: Before it, that holds from the second update of a step on (``csrc/includes/cpu_adam.h``, IncrementStep).
-_ANY_UPDATE_SINCE = (0, 19, 3)
+#: From this version on, an update with the step number of the one before leaves the op's state alone; before
+#: it, each update moves the state on (``csrc/includes/cpu_adam.h``, IncrementStep).
+_SINCE = (0, 19, 3)
+#: Whose functions may make up ``DeepSpeedCPUAdam.step``: anybody else's might change the result after it.
+_KNOWN_MODULES = {
+    "deepspeed.ops.adam.cpu_adam",
+    "torch.optim.lr_scheduler",
+    "torch.optim.optimizer",
+    "torch.utils._contextlib",
+}
 
 
 def plan_tiles(numel: int) -> Iterator[tuple[int, int]]:
@@ -35,21 +42,31 @@ def plan_tiles(numel: int) -> Iterator[tuple[int, int]]:
     yield offset, numel - offset
 
 
-def can_tile(optimizer: Any, updates_before: int) -> bool:
+def can_tile(optimizer: Any) -> bool:
     """Whether the optimizer is one whose update may be cut, and whose result nobody changes after it.
 
     Args:
         optimizer: What ZeRO-3 calls ``step`` of.
-        updates_before: Sub-groups that it has updated in this step.
     """
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    if type(optimizer) is not DeepSpeedCPUAdam or not hasattr(optimizer, "ds_opt_adam"):
-        return False
-    own_step = vars(optimizer).get("step")  # torch's learning rate schedulers put a counter there
-    if own_step is not None and not getattr(own_step, "_wrapped_by_lr_sched", False):
-        return False
-    return not _has_post_hooks(optimizer) and (updates_before > 0 or _version() >= _ANY_UPDATE_SINCE)
+    return (
+        type(optimizer) is DeepSpeedCPUAdam
+        and hasattr(optimizer, "ds_opt_adam")
+        and _version() >= _SINCE
+        and not has_post_hooks(optimizer)
+        and _is_known(optimizer.step)
+        and _is_known(DeepSpeedCPUAdam.step)
+    )
+
+
+def has_post_hooks(optimizer: Any) -> bool:
+    """Whether torch calls somebody's code after each step of this optimizer."""
+    from torch.optim import optimizer as torch_optimizer
+
+    return bool(getattr(optimizer, "_optimizer_step_post_hooks", None)) or bool(
+        getattr(torch_optimizer, "_global_optimizer_post_hooks", None)
+    )
 
 
 @contextmanager
@@ -62,8 +79,8 @@ def updating_in_tiles(optimizer: Any, master: Any, submit: Callable[[int, int], 
         submit: Called with offset and length of each tile after it was updated.
     """
     op = optimizer.ds_opt_adam
-    optimizer.ds_opt_adam = _TiledOp(op, master, submit)
     try:
+        optimizer.ds_opt_adam = _TiledOp(op, master, submit)
         yield
     finally:
         optimizer.ds_opt_adam = op
@@ -84,18 +101,29 @@ class _TiledOp:
         is_master = parameters.data_ptr() == self._master.data_ptr() and parameters.numel() == self._master.numel()
         if not is_master or not all(tensor.dim() == 1 and tensor.is_contiguous() for tensor in tensors):
             return self._op.adam_update(*arguments)
-        for offset, length in plan_tiles(parameters.numel()):
-            self._op.adam_update(*scalars, *(tensor.narrow(0, offset, length) for tensor in tensors))
-            self._submit(offset, length)
+        end = 0
+        try:
+            for offset, length in plan_tiles(parameters.numel()):
+                self._op.adam_update(*scalars, *(tensor.narrow(0, offset, length) for tensor in tensors))
+                end = offset + length
+                self._submit(offset, length)
+        except BaseException:
+            # The optimizer has counted the step: a master that is updated in part would stay wrong for good.
+            if end < parameters.numel():
+                rest = (tensor.narrow(0, end, tensor.numel() - end) for tensor in tensors)
+                self._op.adam_update(*scalars, *rest)
+            raise
         return None
 
 
-def _has_post_hooks(optimizer: Any) -> bool:
-    from torch.optim import optimizer as torch_optimizer
-
-    return bool(getattr(optimizer, "_optimizer_step_post_hooks", None)) or bool(
-        getattr(torch_optimizer, "_global_optimizer_post_hooks", None)
-    )
+def _is_known(function: Any) -> bool:
+    """Whether a function and all that it wraps were written by DeepSpeed or torch."""
+    while function is not None:
+        function = getattr(function, "__func__", function)
+        if getattr(function, "__globals__", {}).get("__name__") not in _KNOWN_MODULES:
+            return False
+        function = getattr(function, "__wrapped__", None)
+    return True
 
 
 @functools.cache

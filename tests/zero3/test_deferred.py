@@ -5,8 +5,8 @@ import gc
 import pytest
 import torch
 
-from tests.zero3.stand_ins import Spy, SteppingStage3, engine_of
-from transfer import InvalidTensorError, TransferConfig, build_transfer, zero3
+from tests.zero3.stand_ins import Spy, Stage3, SteppingStage3, engine_of
+from transfer import InvalidTensorError, TransferConfig, build_transfer, zero3, zero3_hooks
 
 DIRECT = {"strategy": "pinned_direct", "pinned_direct": {"mapped": False, "chunk_elements": 3}, "fallback": False}
 STAGED = {"strategy": "pinned_staged", "pinned_staged": {"chunk_elements": 3}}
@@ -154,9 +154,11 @@ def test_swap_buffers_are_released_before_deepspeed_reuses_them(simulated, optim
 @pytest.mark.parametrize("special", [{"zenflow": True}, {"superoffload_cpu_optimizer": object()}])
 def test_optimizers_with_an_order_of_their_own_wait_at_once(simulated, optimizer, special, config):
     vars(optimizer).update(special)
-    zero3.attach(optimizer, build_transfer(config, simulated))
+    transfer = build_transfer({**config, "fallback": True}, simulated)
+    zero3.attach(optimizer, transfer)
     optimizer.step()
     assert optimizer.seen_at_update[2] == [after(0), after(1), BEFORE]
+    assert transfer.page_locked_bytes == 0, "they move their masters into shared memory"
 
 
 def test_a_copy_that_is_refused_ends_the_step_with_its_error(simulated, optimizer, config):
@@ -190,3 +192,98 @@ def test_two_engines_keep_their_copies_apart(simulated):
     one.step()
     assert other.values() == [after(0), after(1)]
     assert one.values() == [after(0), after(1)]
+
+
+class Looks(SteppingStage3):
+    """Somebody's subclass that looks at a partition after its copy-back."""
+
+    def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id):
+        super()._reassign_or_swap_out_partitioned_parameters(sub_group_id)
+        self.seen = [*getattr(self, "seen", []), self.values()[sub_group_id]]
+
+
+def test_whoever_looks_right_after_a_copy_back_sees_it_finished(simulated, config, monkeypatch):
+    monkeypatch.setattr(zero3_hooks, "zero3_classes", lambda: [Stage3, SteppingStage3])
+    optimizer = Looks(simulated, sub_groups=3)
+    zero3.attach(optimizer, build_transfer(config, simulated))
+    optimizer.step()
+    assert optimizer.seen == [after(0), after(1), after(2)]
+
+
+def test_somebody_elses_wrapper_of_the_update_sees_finished_copies(simulated, optimizer, config):
+    zero3.attach(optimizer, build_transfer(config, simulated))
+    update, seen = SteppingStage3._optimizer_step, []
+
+    def looking(self, sub_group_id):
+        seen.append(self.values()[:sub_group_id])
+        update(self, sub_group_id)
+
+    SteppingStage3._optimizer_step = looking
+    try:
+        optimizer.step()
+    finally:
+        SteppingStage3._optimizer_step = update
+    assert seen == [[], [after(0)], [after(0), after(1)]]
+
+
+def test_an_interrupt_between_a_submit_and_its_bookkeeping_leaves_nothing_in_flight(simulated, optimizer):
+    transfer = build_transfer(DIRECT, simulated)
+    zero3.attach(optimizer, transfer)
+    submit, calls = transfer.submit, []
+
+    def interrupted(destination, source):
+        copy = submit(destination, source)
+        calls.append(copy)
+        if len(calls) == 2:
+            del copy
+            raise KeyboardInterrupt
+        return copy
+
+    transfer.submit = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    assert not simulated._queue.pending_tensors()
+    assert optimizer.values() == [after(0), after(1), BEFORE]
+
+
+def test_a_master_that_moves_under_its_storage_is_page_locked_where_it_is(simulated, optimizer):
+    transfer = build_transfer({**DIRECT, "fallback": True}, simulated)
+    zero3.attach(optimizer, transfer)
+    optimizer.fp32_partitioned_groups_flat[1].data.share_memory_()
+    optimizer.step()
+    assert optimizer.values() == [after(0), after(1), after(2)]
+    assert transfer.stats()["pinned_direct"].copies == 3
+    assert simulated.is_pinned(optimizer.fp32_partitioned_groups_flat[1])
+    assert simulated.pinned_bytes == transfer.page_locked_bytes
+
+
+def test_partitions_that_are_offloaded_as_a_whole_are_no_obstacle(simulated, optimizer):
+    partitions = list(optimizer.fp16_partitioned_groups_flat)
+    optimizer.fp16_partitioned_groups_flat.clear()  # as offload_states does
+    zero3.attach(optimizer, build_transfer(DIRECT, simulated))
+    optimizer.fp16_partitioned_groups_flat.extend(partitions)
+    optimizer.step()
+    assert optimizer.values() == [after(0), after(1), after(2)]
+
+
+def test_a_monitor_that_fails_does_not_end_the_step(simulated, optimizer, caplog):
+    class Monitor:
+        enabled = True
+
+        def write_events(self, events):
+            raise OSError("disk full")
+
+    class Engine:
+        monitor, global_samples, global_rank = Monitor(), 0, 0
+
+        def __init__(self):
+            self.optimizer = optimizer
+
+        def train_batch_size(self):
+            return 4
+
+    engine = Engine()
+    zero3.attach(engine, build_transfer(DIRECT, simulated))
+    optimizer.step()
+    assert optimizer.values() == [after(0), after(1), after(2)]
+    assert "disk full" in caplog.text

@@ -99,7 +99,7 @@ class PinnedDirectTransfer(ExclusiveTransfer):
         self._held: DirectHoldings = DirectHoldings()
         self._stand_in = PinnedStagedTransfer(accelerator=accelerator, fallback=fallback)
         self._said: set[str] = set()  # which refusals that may pass were warned of already
-        self._refused_storages: list[weakref.ref[Any]] = []
+        self._refusals: list[tuple[weakref.ref[Any], str]] = []  # of a storage
         super().__init__(config, accelerator, fallback=fallback, **options)
 
     @property
@@ -163,8 +163,9 @@ class PinnedDirectTransfer(ExclusiveTransfer):
             )
             self._stand_in_once("budget", refusal)
             return
-        storage = weakref.ref(source.untyped_storage())
-        if storage in self._refused_storages:
+        known = self._refusal_of(source)
+        if known is not None:
+            self._require_fallback(known)
             return
         try:
             page_locks.page_lock(accelerator, source, self._held.owner)
@@ -172,10 +173,15 @@ class PinnedDirectTransfer(ExclusiveTransfer):
             remedy = "Allow this process more locked memory, or set `pinned_direct.page_lock: false`."
             refusal = f"page-locking {wanted} bytes in place failed: {error}. {remedy}"
             # It may be this memory alone, such as a read-only file; but not time after time.
-            self._refused_storages.append(storage)
-            if len(self._refused_storages) == _MOST_REFUSALS:
+            self._refusals.append((weakref.ref(source.untyped_storage()), refusal))
+            if len(self._refusals) == _MOST_REFUSALS:
                 self._refused_by, self._refusal = accelerator, refusal
             self._stand_in_once("page lock", refusal, error)
+
+    def _refusal_of(self, source: Tensor) -> str | None:
+        """Why this source's storage could not be page-locked when that was tried, or None."""
+        storage = source.untyped_storage()
+        return next((refusal for refused, refusal in self._refusals if refused() is storage), None)
 
     def _cross(self, accelerator: Accelerator, destination: Tensor, source: Tensor) -> InFlightCopy:
         self._held.release()  # where an earlier close was interrupted
@@ -212,6 +218,9 @@ class PinnedDirectTransfer(ExclusiveTransfer):
             return missing
         if self._refused_by is accelerator:
             return self._refusal
+        refusal = self._refusal_of(source)
+        if refusal is not None:
+            return refusal
         return "It is not pinned: call `prepare(source)` once, which page-locks it in place."
 
     def _readable(self, accelerator: Accelerator, source: Tensor) -> bool:
