@@ -48,8 +48,7 @@ def measure(options: Mapping[str, Any], ranks: Ranks) -> dict[str, Any]:
             closing.callback(scheme.close)
             bench.add(scheme)
         with progress((options["steps"] + 1) * len(bench.schemes), visible=ranks.rank == 0) as advance:
-            for round_number in range(options["steps"] + 1):
-                bench.round(round_number, advance)
+            bench.rounds(advance)
         return bench.result()
 
 
@@ -95,9 +94,26 @@ class _Bench:
         finally:
             scheme.close()  # the masters are ordinary memory again
 
-    def round(self, number: int, advance: Callable[[str], None]) -> None:
-        """One step of every scheme. Round 0 warms up; it and the last one are compared bit for bit."""
-        checked = number in (0, self.options["steps"]) or self.options["verify_every_step"]
+    def rounds(self, advance: Callable[[str], None]) -> None:
+        """One step of every scheme a round. Round 0 warms up; it and the last one are compared bit for bit."""
+        began = time.perf_counter()
+        for number in range(self.options["steps"] + 1):
+            spent = max(self.ranks.gather(time.perf_counter() - began))
+            # A round takes as long as those before it.
+            next_to_last = spent * (number + 2) / number if number else 0.0
+            last = number == self.options["steps"] or next_to_last > (self.options.get("limit_seconds") or float("inf"))
+            self.round(number, number == 0 or last or self.options["verify_every_step"], advance)
+            if last:
+                return
+
+    def round(self, number: int, checked: bool, advance: Callable[[str], None]) -> None:
+        """One step of every scheme.
+
+        Args:
+            number: 0 is not counted.
+            checked: Whether the partitions are compared bit for bit.
+            advance: Tells what has been measured.
+        """
         for scheme in self.schemes:
             if not scheme.page_locks:
                 self._step(scheme, number > 0, checked)

@@ -209,3 +209,18 @@ def test_a_failing_rank_is_an_error_and_no_json():
     assert done.returncode == 1
     assert done.stdout == ""
     assert "h2d bench: transfer.zero3_bench:measure failed on 1 ranks" in done.stderr
+
+
+def test_a_limit_ends_the_measurement_with_what_fits(tmp_path):
+    given = [word for key, value in TINY.items() if key != "steps" for word in (f"--{key.replace('_', '-')}", value)]
+    done = run_python(
+        *("-m", "transfer.cli", "bench", "zero3", "--accelerator", "simulated", "--threads", 1, "--json"),
+        *(*given, "--steps", 10_000, "--limit", 4, "--strategies", "pageable"),
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    measured = json.loads(done.stdout)["measurements"]
+    steps = {len(one["step_seconds"]) for one in measured}
+    assert len(steps) == 1
+    assert 0 < steps.pop() < 10_000
+    assert {one["right_bits"] for one in measured} == {True, None}

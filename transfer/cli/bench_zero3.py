@@ -32,6 +32,7 @@ def main(arguments: Sequence[str]) -> int:
         "batch": options.batch,
         "sequence": options.sequence,
         "steps": options.steps,
+        "limit_seconds": options.limit,
         "optimizer": options.optimizer,
         "verify_every_step": options.verify_every_step,
         "strategies": strategies,
@@ -102,6 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--hidden", type=count, metavar="N", help="width of each layer, a multiple of 64")
     parser.add_argument("--sub-groups", type=count, default=4, metavar="N", help="on each rank, at most (default 4)")
     parser.add_argument("--steps", type=count, default=12, metavar="N", help="of each scheme (default 12)")
+    parser.add_argument("--limit", type=count, metavar="SECONDS", help="make no more steps of each than fit in so long")
     parser.add_argument("--batch", type=count, default=1, metavar="N", help="sequences on each rank (default 1)")
     parser.add_argument("--sequence", type=count, default=512, metavar="N", help="tokens in each (default 512)")
     parser.add_argument(
