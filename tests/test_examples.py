@@ -37,15 +37,16 @@ def test_training_on_real_text_is_bitwise_that_of_deepspeed_alone():
     out = run(*launch, "examples/train_zero3.py", "--simulate", "--compare", "--steps", "8")
     assert "52 parameters, 3306752 elements: 0 differ from DeepSpeed alone" in out
     first, last = map(
-        float, re.search(r"host-to-device-transfer: loss ([\d.]+) -> ([\d.]+) in 8 steps, 64", out).groups()
+        float, re.search(r"host-to-device-transfer: loss ([\d.]+) -> ([\d.]+) in 8 steps, 6.31 MiB", out).groups()
     )
     assert last < first - 0.5, "it learns"
 
 
 def test_the_example_configuration_shows_the_defaults():
     config = load_config(ROOT / "examples" / "transfer.yaml")
-    assert config.section("pinned_staged") == TransferConfig().section("pinned_staged")
-    assert config.fallback == TransferConfig().fallback
+    for strategy in ("pinned_direct", "pinned_staged"):
+        assert config.section(strategy) == TransferConfig().section(strategy)
+    assert (config.fallback, config.completion) == (TransferConfig().fallback, TransferConfig().completion)
     assert [rule.when.smaller_than for rule in config.rules] == [256 * 1024]
 
 

@@ -12,15 +12,15 @@ machine with nothing but what ``h2d tune`` ran at the same time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
-from itertools import pairwise
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 
 from .errors import ConfigError
 from .machine_profile import MachineProfile
+from .pipeline_model import interpolated, ring_seconds
 
 #: Bytes that the measured casts touch for each element: fp32 read, bf16 written.
 _MEASURED_BYTES = 6
@@ -140,53 +140,6 @@ def seen_seconds(profile: MachineProfile, cost: Cost, elements: int, *, deferred
     return cost.host_seconds + max(0.0, cost.total_seconds - cost.host_seconds - update)
 
 
-def ring_seconds(
-    chunks: int, fill: float, drain: float, buffers: int, rest: tuple[float, float] | None = None
-) -> tuple[float, float]:
-    """When the last chunk has been filled, and when it has been drained.
-
-    One chunk is filled at a time and one drained at a time, in order; a buffer is filled again once it is
-    drained.
-
-    Args:
-        chunks: Equal ones.
-        fill: Seconds for each of them.
-        drain: Likewise.
-        buffers: In the ring.
-        rest: ``fill`` and ``drain`` of one more, shorter chunk.
-    """
-    pace = max(fill, drain) if buffers > 1 else fill + drain
-
-    def drained(count: int) -> float:
-        return fill + drain + (count - 1) * pace if count > 0 else 0.0
-
-    def filled(count: int) -> float:
-        return max(count * fill, drained(count - buffers) + fill) if count > 0 else 0.0
-
-    if rest is None:
-        return filled(chunks), drained(chunks)
-    last_filled = max(filled(chunks), drained(chunks + 1 - buffers)) + rest[0]
-    return last_filled, max(last_filled, drained(chunks)) + rest[1]
-
-
-def interpolated(points: Sequence[tuple[float, float]], size: float) -> float:
-    """Seconds for ``size``, from measured pairs of rising size and seconds.
-
-    Straight lines in between. Beyond the largest at its rate. Below the smallest on the line through the
-    first two, as a fixed cost and a rate would be, but at no better rate than the smallest.
-    """
-    smallest, largest = points[0], points[-1]
-    if size >= largest[0]:
-        return largest[1] * size / largest[0]
-    if size < smallest[0]:
-        in_proportion = smallest[1] * size / smallest[0]
-        if len(points) == 1:
-            return in_proportion
-        return min(smallest[1], max(in_proportion, _on_line(smallest, points[1], size)))
-    pair = next(pair for pair in pairwise(points) if size <= pair[1][0])
-    return _on_line(*pair, size)
-
-
 def shown(seconds: float) -> str:
     """With three digits, in a unit that fits: ``18.7 ms``."""
     for unit, scale in (("us", 1e6), ("ms", 1e3)):
@@ -208,7 +161,15 @@ def _choose(
     if not candidates:
         raise ConfigError("there is no strategy to choose from")
     costs = {
-        name: expected_seconds(profile, name, config, elements, source_dtype, destination_dtype, source_pinned)
+        name: expected_seconds(
+            profile,
+            name,
+            config if deferred else _in_chunks(config),
+            elements,
+            source_dtype,
+            destination_dtype,
+            source_pinned,
+        )
         for name, config in candidates
     }
     seen = {name: seen_seconds(profile, cost, elements, deferred=deferred) for name, cost in costs.items()}
@@ -223,6 +184,17 @@ def _choose(
         what = f"of waiting, with {update} of host updates to hide behind"
     expected = f"expects {possible} {what}" if possible else "knows no strategy that can run"
     return Choice(order[0], f"For {elements} elements the machine profile {expected}{excluded}.")
+
+
+def _in_chunks(config: Any) -> Any:
+    """A configuration as it works where the caller waits at once: ``pinned_direct`` reads nothing mapped then."""
+    mapped = getattr(config, "mapped", False)
+    return _Chunks(config.chunk_elements, config.buffers) if mapped else config
+
+
+class _Chunks(NamedTuple):
+    chunk_elements: int
+    buffers: int
 
 
 def _obstacle(profile: MachineProfile, strategy: str, source_pinned: bool) -> str | None:
@@ -283,7 +255,3 @@ def _wire(profile: MachineProfile, num_bytes: int) -> float:
 
 def _scale(source: torch.dtype, destination: torch.dtype) -> float:
     return (source.itemsize + destination.itemsize) / _MEASURED_BYTES
-
-
-def _on_line(first: tuple[float, float], second: tuple[float, float], size: float) -> float:
-    return first[1] + (size - first[0]) * (second[1] - first[1]) / (second[0] - first[0])

@@ -169,6 +169,12 @@ def test_a_mapped_source_is_read_in_one_go_at_the_measured_rate():
     assert half == Cost(0.125 + 2.5 + 0.0625, 0.125)
     in_chunks = expected_seconds(small(), "pinned_direct", Mapped(), 1000, FP32, BF16)
     assert in_chunks == expected_seconds(profile, "pinned_direct", Ring(100), 1000, FP32, BF16)
+    # Where the caller waits at once, chunks cross instead: 10 of 1 s each, the last of which is then cast.
+    candidates = {"pinned_direct": Mapped()}
+    immediate = choose(profile, candidates, 1000, FP32, BF16, deferred=False).reason
+    seconds = expected_seconds(profile, "pinned_direct", Ring(100), 1000, FP32, BF16).total_seconds
+    assert f"pinned_direct {shown(seconds)} until" in immediate
+    assert seconds > 10
     without_cast = expected_seconds(profile, "pinned_direct", Mapped(), 1000, FP32, FP32)
     assert without_cast == expected_seconds(profile, "pinned_direct", Ring(100), 1000, FP32, FP32)
 

@@ -15,7 +15,9 @@ from .ranks import RanksFailedError, launch
 def add_common_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options that every measurement has."""
     parser.add_argument("--ranks", type=count, default=1, metavar="N", help="processes at the same time (default 1)")
-    parser.add_argument("--strategies", nargs="+", metavar="NAME", help="only these; default: every registered one")
+    parser.add_argument(
+        "--strategies", nargs="*", metavar="NAME", help="only these, or none; default: every registered one"
+    )
     parser.add_argument("--accelerator", metavar="NAME", help="a registered name; default: what DeepSpeed chooses")
     parser.add_argument("--config", metavar="FILE", help="a YAML file with strategies' sections; default: $H2D_CONFIG")
     parser.add_argument("--threads", type=count, metavar="N", help="host threads of each rank")
@@ -41,7 +43,8 @@ def choices(parser: argparse.ArgumentParser, options: argparse.Namespace) -> lis
         parser.error(f"argument --strategies: {error}")
     except (ConfigError, AcceleratorError) as error:
         parser.error(str(error))
-    return list(dict.fromkeys(options.strategies or strategy_names()))
+    chosen = strategy_names() if options.strategies is None else options.strategies
+    return list(dict.fromkeys(chosen))
 
 
 def run_worker(worker: str, given: Mapping[str, Any], options: argparse.Namespace, **how: bool) -> Any | None:
