@@ -198,3 +198,41 @@ def test_the_simulated_accelerator_as_deepspeed_sees_it():
     simulated.enqueue_copy(destination, deepspeeds.pin_memory(torch.ones(6)))
     deepspeeds.synchronize()
     assert destination.tolist() == [1.0] * 6
+
+
+def test_memory_that_deepspeed_could_only_page_lock_is_not_pinned_for_cuda():
+    """Under ``DS_PIN_MEMORY_BACKEND=native``, where DeepSpeed could not register it with the device."""
+
+    class Native(New):
+        _name = "cuda"
+        registered = ()
+
+        def _torch_is_pinned(self, tensor):
+            return tensor.data_ptr() in self.registered
+
+    native, memory = Native(), torch.zeros(4)
+    adapter = CudaAccelerator(native)
+    assert native.is_pinned(memory)
+    assert not adapter.is_pinned(memory)
+    native.registered = (memory.data_ptr(),)
+    assert adapter.is_pinned(memory)
+
+
+def test_ranges_and_alignment_are_deepspeeds():
+    class Aligned(New):
+        def pin_memory_alignment(self):
+            return 4096
+
+        def range_push(self, message):
+            self.calls.append(message)
+
+        def range_pop(self):
+            self.calls.append("pop")
+
+    aligned = Aligned()
+    adapter = DeepSpeedAdapter(aligned)
+    assert adapter.capabilities.register_alignment_bytes == 4096
+    assert DeepSpeedAdapter(New()).capabilities.register_alignment_bytes == 1
+    adapter.range_push("h2d/pinned_direct")
+    adapter.range_pop()
+    assert aligned.calls == ["h2d/pinned_direct", "pop"]
