@@ -114,6 +114,12 @@ def test_every_master_on_the_host_goes_through_the_interface(trained):
             assert 0 < result["masters_on_host"] <= result["sub_groups"]
 
 
+def test_waits_are_left_to_the_end_of_the_step_unless_told_otherwise(trained):
+    for name, results in trained.items():
+        for result in results:
+            assert result["waited_at_once"] == (result["submitted"] if "immediate" in name else 0)
+
+
 def test_each_run_pins_what_its_strategy_needs(trained):
     for name, results in trained.items():
         for result in results:

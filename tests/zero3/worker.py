@@ -108,7 +108,7 @@ def train(spec, run, simulated, rank):
         transfer = zero3.attach(engine)
     elif how == "forgets_to_wait":
         transfer = zero3.attach(engine, ForgetsToWait(chunk_elements=1000))
-    submitted = count_submits(transfer)
+    submitted, waited = count_calls(transfer)
     losses, seen, skipped = [], [], 0
     generator = torch.Generator().manual_seed(100 + rank)
     for number in range(spec.get("steps", STEPS)):
@@ -143,6 +143,7 @@ def train(spec, run, simulated, rank):
         "sub_groups": len(stage3.fp32_partitioned_groups_flat),
         "masters_on_host": sum(on_host),
         "submitted": len(submitted),
+        "waited_at_once": len(waited),
         "optimizer": spec["optimizer"],
         "pinned_bytes": pinned,
         "page_locked_bytes": page_locked,
@@ -172,18 +173,22 @@ def look(engine, model, batch, number, path):
     return seen
 
 
-def count_submits(transfer):
-    """Every copy that ZeRO-3 hands to the interface adds to the list returned."""
-    submitted = []
+def count_calls(transfer):
+    """Every ``submit`` and every ``copy`` that ZeRO-3 asks for adds to one of the lists returned."""
+    submitted, waited = [], []
     if transfer is not None:
-        submit = transfer.submit
+        submit, copy = transfer.submit, transfer.copy
 
-        def counting(destination, source):
+        def counting_submit(destination, source):
             submitted.append(destination.numel())
             return submit(destination, source)
 
-        transfer.submit = counting
-    return submitted
+        def counting_copy(destination, source):
+            waited.append(destination.numel())
+            copy(destination, source)
+
+        transfer.submit, transfer.copy = counting_submit, counting_copy
+    return submitted, waited
 
 
 if __name__ == "__main__":
