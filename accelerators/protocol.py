@@ -30,9 +30,7 @@ class Capabilities:
             asked for, as torch's caching host allocator does (pytorch issue 150517).
         register_alignment_bytes: ``register_host_memory`` wants addresses that are multiples of this;
             callers round down.
-        maps_host_memory: The accelerator has a method ``device_view(tensor)`` beyond the protocol's required
-            ones: the same contiguous, pinned host memory as a tensor that the device addresses. A
-            copy from it on a stream reads across the link. The caller keeps ``tensor`` alive.
+        maps_host_memory: The accelerator is a ``MapsHostMemory`` too.
         reasons: For a capability that is False, its name and why, as one sentence.
     """
 
@@ -178,6 +176,20 @@ class Accelerator(Protocol):
         memory; both must then outlive the copy. In every other case it blocks until the
         destination holds the values: a cast from host memory happens on the host, never in a
         device temporary of the source's size.
+        """
+
+
+class MapsHostMemory(Protocol):
+    """What an accelerator has in addition whose ``Capabilities.maps_host_memory`` is True."""
+
+    def device_view(self, tensor: Tensor) -> Tensor:
+        """The same contiguous, pinned host memory as a tensor that the device addresses.
+
+        A copy from it on a stream reads across the wire. The caller keeps ``tensor`` alive for as long,
+        and uses the view only if it lies at the address of ``tensor`` and on the destination's device.
+
+        Raises:
+            RuntimeError: or what the vendor raises, where the device cannot address the memory.
         """
 
 

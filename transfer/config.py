@@ -69,7 +69,12 @@ class When(ConfigModel):
 
 
 class Rule(ConfigModel):
-    """Which strategy to use for the copies that meet ``when``."""
+    """Which strategy to use for some copies.
+
+    Attributes:
+        when: The conditions; all that are given must hold.
+        use: A registered strategy.
+    """
 
     when: When
     use: StrategyName

@@ -15,6 +15,7 @@ from .config_fields import MEASURED
 from .config_file import ConfigLike, resolve_config
 from .cost_model import choose
 from .errors import MachineProfileWarning
+from .interface import HOST_WAITS
 from .machine_profile import MachineProfile
 from .strategies import PinnedDirectConfig
 from .warn import warn_caller
@@ -129,7 +130,7 @@ class TransferPolicy:
             source.numel(),
             source.dtype,
             destination.dtype,
-            deferred=self.config.completion == "deferred",
+            deferred=self.config.completion == "deferred" and not HOST_WAITS.get(),
             source_pinned=pinned,
         )
         return Decision(choice.strategy, choice.reason)

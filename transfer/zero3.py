@@ -76,9 +76,10 @@ def attach(engine: Any, transfer: HostToDeviceTransfer | ConfigLike | None = Non
     """
     optimizer = _zero3_optimizer(engine)
     if optimizer is None:
-        used = type(getattr(engine, "optimizer", engine)).__name__
+        inner = getattr(engine, "optimizer", None)
+        used = "" if inner is None else f" (its optimizer is {type(inner).__name__})"
         raise AttachError(
-            f"{type(engine).__name__} is not a DeepSpeed 0.16 to 0.19 ZeRO-3 engine (its optimizer is {used}): set "
+            f"{type(engine).__name__} is not a DeepSpeed 0.16 to 0.19 ZeRO-3 engine{used}: set "
             "`zero_optimization.stage` to 3, and attach after deepspeed.initialize"
         )
     if COPY_BACK in vars(optimizer):

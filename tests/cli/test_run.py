@@ -49,6 +49,7 @@ def test_a_module(script):
     [
         (["nowhere.py"], "there is no script 'nowhere.py' here"),
         ([], "the following arguments are required: script"),
+        (["-m", "nowhere"], "there is no module 'nowhere'"),
         (["--config", "nowhere.yaml", "SCRIPT"], "nowhere.yaml"),
         (["--config", "BAD", "SCRIPT"], "Did you mean 'strategy'?"),
     ],

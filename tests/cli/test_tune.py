@@ -43,7 +43,7 @@ def worker(monkeypatch):
 
 
 def test_writes_the_profile(tmp_path, capsys):
-    file = tmp_path / "there" / "profile.yaml"
+    file = tmp_path / "profile.yaml"
     assert tune.main([*TINY, "--threads", "1", "--output", str(file)]) == 0
     profile = MachineProfile.load(file)
     assert [entry.chunk_bytes for entry in profile.wire] == [2 * chunk for chunk in CHUNKS]
@@ -109,10 +109,7 @@ def test_nothing_to_tune_on_the_host_itself(capsys):
 
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
-    [
-        (["--accelerator", "simulatd"], "simulated"),
-        ([*TINY, "--output", "/proc/no/such/place.yaml"], "cannot be written"),
-    ],
+    [([*TINY, "--output", "/proc/place.yaml"], "cannot be written"), (["--accelerator", "xpu"], "xpu")],
 )
 def test_failures_are_told(arguments, complaint, capsys):
     assert tune.main(arguments) == 1
@@ -122,12 +119,21 @@ def test_failures_are_told(arguments, complaint, capsys):
     assert complaint in err
 
 
-@pytest.mark.parametrize("wrong", [["--ranks", "0"], ["--largest-chunk", "3e9"], ["--largest-chunk", str(2**28)]])
-def test_wrong_arguments(wrong, capsys):
+@pytest.mark.parametrize(
+    ("wrong", "complaint"),
+    [
+        (["--ranks", "0"], "expected a whole number"),
+        (["--largest-chunk", "2^28"], "expected from 1024 to 134217728"),
+        (["--largest-chunk", "1023"], "expected from 1024 to 134217728"),
+        (["--accelerator", "simulatd"], "Did you mean 'simulated'?"),
+        (["--output", "/nowhere/profile.yaml"], "there is no directory /nowhere"),
+    ],
+)
+def test_wrong_arguments(wrong, complaint, capsys):
     with pytest.raises(SystemExit) as caught:
         tune.main([*TINY, *wrong])
     assert caught.value.code == 2
-    assert "expected a whole number" in capsys.readouterr().err
+    assert complaint in capsys.readouterr().err
 
 
 def test_memory_that_cannot_be_page_locked_in_place(worker, simulated):

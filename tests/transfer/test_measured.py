@@ -129,6 +129,9 @@ def test_copies_are_right_whatever_is_chosen(simulated, profile):
     source = torch.randn(LARGE, generator=torch.Generator().manual_seed(1))
     with build_transfer({"strategy": "measured"}, simulated) as transfer:
         transfer.prepare(source)
-        transfer.copy(destination, source)
+        transfer.submit(destination, source).wait()
         assert torch.equal(destination, source.bfloat16())
         assert transfer.stats()["pinned_direct"].copies == 1
+        transfer.copy(destination.zero_(), source)  # nothing hides a copy that is waited for at once
+        assert torch.equal(destination, source.bfloat16())
+        assert transfer.stats()["pinned_staged"].copies == 1

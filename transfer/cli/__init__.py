@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
+import os
 import sys
 from collections.abc import Sequence
 
@@ -24,8 +26,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if len(given) > 1 and given[0].startswith("--local_rank=") and given[1] == "run":
         given[:2] = given[1], given[0]  # DeepSpeed's launcher puts its option in front
     if given and given[0] in COMMANDS:
-        status: int = importlib.import_module(COMMANDS[given[0]][0]).main(given[1:])
+        try:
+            status: int = importlib.import_module(COMMANDS[given[0]][0]).main(given[1:])
+            sys.stdout.flush()
+        except BrokenPipeError:  # as of `h2d bench | head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains again at exit
+            return 1
         return status
+    if given and given[0] == "--version":
+        print(f"host-to-device-transfer {importlib.metadata.version('host-to-device-transfer')}")
+        return 0
     if given and given[0] not in ("-h", "--help"):
         from accelerators.plugins import nearest
 

@@ -26,6 +26,8 @@ def main(arguments: Sequence[str]) -> int:
 
         return zero3_main(arguments[1:])
     parser = _parser()
+    if arguments and not arguments[0].startswith("-"):
+        parser.error(f"unknown form {arguments[0]!r}; there is `h2d bench` and `h2d bench zero3`")
     options = parser.parse_args(arguments)
     strategies = choices(parser, options)
     if options.plot is not None:
@@ -37,8 +39,8 @@ def main(arguments: Sequence[str]) -> int:
     measured = run_worker(
         "transfer.cli.bench_copy:measure",
         {
-            "elements": options.elements,
-            "dtypes": options.dtypes,
+            "elements": list(dict.fromkeys(options.elements)),
+            "dtypes": list(dict.fromkeys(options.dtypes)),
             "strategies": strategies,
             "rounds": options.rounds,
             "accelerator": options.accelerator,

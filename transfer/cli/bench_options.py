@@ -16,7 +16,10 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options that every measurement has."""
     parser.add_argument("--ranks", type=count, default=1, metavar="N", help="processes at the same time (default 1)")
     parser.add_argument(
-        "--strategies", nargs="*", metavar="NAME", help="only these, or none; default: every registered one"
+        "--strategies",
+        nargs="*",
+        metavar="NAME",
+        help="only these, or without a name baselines alone; default: all",
     )
     parser.add_argument("--accelerator", metavar="NAME", help="a registered name; default: what DeepSpeed chooses")
     parser.add_argument("--config", metavar="FILE", help="a YAML file with strategies' sections; default: $H2D_CONFIG")
@@ -36,7 +39,9 @@ def choices(parser: argparse.ArgumentParser, options: argparse.Namespace) -> lis
     if options.accelerator is not None and options.accelerator not in available_accelerators():
         parser.error(f"argument --accelerator: {explain_unknown(options.accelerator)}")
     try:
-        resolve_config(options.config)
+        config = resolve_config(options.config)
+        if options.accelerator is None:
+            options.accelerator = config.accelerator
         for name in options.strategies or ():
             get_strategy(name)
     except UnknownStrategyError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import runpy
 import sys
 from collections.abc import Sequence
@@ -24,12 +25,16 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--config", metavar="FILE", help="YAML file; default: $H2D_CONFIG, or each DeepSpeed config")
     parser.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT is a module, as for python -m")
-    parser.add_argument("script", help="the script, and everything after it its own arguments")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    parser.add_argument("script", help="the script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its own arguments")
     launchers = [each for each in arguments[:1] if each.startswith("--local_rank=")]  # which is the script's
     options = parser.parse_args(arguments[len(launchers) :])
     if not options.is_module and not Path(options.script).is_file():
         parser.error(f"there is no script {options.script!r} here")
+    if options.is_module:
+        sys.path.insert(0, str(Path.cwd()))
+        if importlib.util.find_spec(options.script.partition(".")[0]) is None:
+            parser.error(f"there is no module {options.script!r}")
     from .. import zero3
 
     try:
@@ -39,7 +44,6 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     sys.argv = [options.script, *launchers, *options.arguments]
     if options.is_module:
-        sys.path.insert(0, str(Path.cwd()))
         runpy.run_module(options.script, run_name="__main__", alter_sys=True)
     else:
         sys.path.insert(0, str(Path(options.script).resolve().parent))

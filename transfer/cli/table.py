@@ -20,11 +20,18 @@ def console() -> Console:
     return out if out.is_terminal else Console(file=sys.stdout, highlight=False, width=_UNKNOWN_WIDTH)
 
 
-def make_table(title: str, columns: Sequence[str]) -> Table:
-    """A table whose first column is a name and whose others are figures."""
+def make_table(title: str, columns: Sequence[str], groups: Iterable[Sequence[Sequence[str | Text]]]) -> Table:
+    """A table whose first column is a name and whose others are figures; a line under each group of rows."""
+    groups = [list(rows) for rows in groups]
     table = Table(title=title, title_justify="left")
     for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number == 0 else "right", no_wrap=number == 0)
+        # Where it is narrow, headings are broken, and figures never cut.
+        width = max((len(row[number]) for rows in groups for row in rows), default=1)
+        table.add_column(column, justify="left" if number == 0 else "right", min_width=width)
+    for rows in groups:
+        for row in rows:
+            table.add_row(*row)
+        table.add_section()
     return table
 
 

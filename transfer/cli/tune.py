@@ -11,22 +11,32 @@ from pathlib import Path
 from typing import Any
 
 from accelerators import AcceleratorError, get_accelerator
+from accelerators.registry import available_accelerators, explain_unknown
 
 from ..errors import TransferError
 from ..machine_profile import MachineProfile
+from .quantities import count
 from .ranks import RanksFailedError, launch
 
 #: Bounds the memory of a rank to 2 GiB.
 _LARGEST_CHUNK = 2**27
+_SMALLEST_CHUNK = 2**10
 
 
 def main(arguments: Sequence[str]) -> int:
     """Measures, writes the profile and tells what follows from it.
 
     Returns:
-        The exit status: 0 also where there is nothing to tune, 1 where it failed.
+        The exit status: 0 also where there is nothing to tune, 1 where it failed, 2 where an argument is wrong.
     """
-    options = _parser().parse_args(list(arguments))
+    parser = _parser()
+    options = parser.parse_args(list(arguments))
+    if options.accelerator is not None and options.accelerator not in available_accelerators():
+        parser.error(f"argument --accelerator: {explain_unknown(options.accelerator)}")
+    if options.output is not None and not options.output.resolve().parent.is_dir():
+        parser.error(f"argument --output: there is no directory {options.output.parent}")
+    if options.largest_chunk is not None and not _SMALLEST_CHUNK <= options.largest_chunk <= _LARGEST_CHUNK:
+        parser.error(f"argument --largest-chunk: expected from {_SMALLEST_CHUNK} to {_LARGEST_CHUNK}")
     try:
         with contextlib.redirect_stdout(sys.stderr):  # where DeepSpeed tells what it has chosen
             accelerator = get_accelerator(options.accelerator)
@@ -81,22 +91,11 @@ def _failed(message: str) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="h2d tune", description=__doc__)
     add = parser.add_argument
-    add("--ranks", type=_at_least(1), default=1, help="processes that measure at once, as the job has on a host")
-    add("--threads", type=_at_least(1), help="host threads of each, as the job has (default: torch's own)")
+    add("--ranks", type=count, default=1, metavar="N", help="processes that measure at once, as the job has on a host")
+    add("--threads", type=count, metavar="N", help="host threads of each, as the job has (default: torch's own)")
     add("--accelerator", help="a registered name (default: what get_accelerator() returns)")
     add("--output", type=Path, help="the file to write (default: $H2D_PROFILE, or else one in ~/.cache)")
     add("--quick", action="store_true", help="smaller sizes and fewer rounds, in a few seconds")
-    largest = _at_least(1024, _LARGEST_CHUNK)
-    add("--largest-chunk", type=largest, metavar="ELEMENTS", help="of the sizes tried (default: 67108864)")
+    add("--largest-chunk", type=count, metavar="ELEMENTS", help="of the sizes tried (default 2^26)")
     add("--json", action="store_true", help="print the profile and what follows from it as JSON")
     return parser
-
-
-def _at_least(smallest: int, largest: int | None = None) -> Any:
-    def whole(text: str) -> int:
-        if not text.isdecimal() or int(text) < smallest or (largest is not None and int(text) > largest):
-            upper = "" if largest is None else f" and at most {largest}"
-            raise argparse.ArgumentTypeError(f"expected a whole number, at least {smallest}{upper}, not {text!r}")
-        return int(text)
-
-    return whole

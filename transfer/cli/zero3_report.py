@@ -10,7 +10,7 @@ from rich.text import Text
 
 from .table import console, hardware_line, make_table, mebibytes, number, verdict
 
-_COLUMNS = (
+_TIMES = (
     "copy-back",
     "step s",
     "spread %",
@@ -20,14 +20,12 @@ _COLUMNS = (
     "vs DeepSpeed",
     "copy-back s",
     "of the step",
-    "pinned MiB",
-    "locked MiB",
-    "device MiB",
     "bits",
 )
+_MEMORY = ("copy-back", "pinned MiB", "locked MiB", "device MiB")
 
 _NOTE = (
-    "Medians of {steps} steps, in turn; ratios are medians of the rounds' ratios. Spread: the interquartile range of "
+    "Medians of {steps} step{s}, in turn; ratios are medians of the rounds' ratios. Spread: the interquartile range of "
     "the step, in percent of its median. floor: the step with nothing copied back. copy-back: the step less the same "
     "round's floor. pinned: memory that the scheme needs in addition; locked: masters that it page-locks in place; "
     "device: peak memory above DeepSpeed's own. With several ranks each time is that of the slowest."
@@ -42,10 +40,8 @@ def show(report: Mapping[str, Any]) -> None:
         f"{engine['parameters']:,} parameters ({report['layers']} layers of {report['hidden']}), "
         f"{len(engine['sub_group_elements'])} sub-groups a rank, {report['optimizer']}"
     )
-    table = make_table(title, _COLUMNS)
-    for one in report["measurements"]:
-        table.add_row(*_row(one))
-    out.print(table)
+    out.print(make_table(title, _TIMES, [[_times(one) for one in report["measurements"]]]))
+    out.print(make_table("memory", _MEMORY, [[_memory(one) for one in report["measurements"]]]))
     for entry in report["not_run"]:
         out.print(Text(f"not run: {entry['scheme']}: {entry['reason']}"))
     page_lock = report["page_lock"]
@@ -56,24 +52,35 @@ def show(report: Mapping[str, Any]) -> None:
                 f"{statistics.median(page_lock['seconds']):.3f} s, {page_lock['seconds_per_gib']:.3f} s per GiB"
             )
         )
-    out.print(Text(_NOTE.format(steps=report["steps"])))
+    steps = max((len(one["step_seconds"]) for one in report["measurements"]), default=0)  # fewer, under a limit
+    out.print(Text(_NOTE.format(steps=steps, s="s" * (steps != 1))))
 
 
-def _row(one: Mapping[str, Any]) -> tuple[str | Text, ...]:
-    figures = one["figures"]
+def _name(one: Mapping[str, Any]) -> str:
     uses = f" ({one['selected']})" if one["scheme"] in ("default", "configured") else ""
+    return f"{one['scheme']}{uses}"
+
+
+def _times(one: Mapping[str, Any]) -> tuple[str | Text, ...]:
+    figures = one["figures"]
     return (
-        one["scheme"] + uses,
-        number(figures["median_step_seconds"], ".3f"),
+        _name(one),
+        number(figures["median_step_seconds"], ".3g"),
         number(figures["spread_percent"], ".0f"),
         number(figures["times_deepspeed"], ".2f", "x"),
         number(figures["times_floor"], ".2f", "x"),
-        number(figures["median_iteration_seconds"], ".3f"),
+        number(figures["median_iteration_seconds"], ".3g"),
         number(figures["iteration_times_deepspeed"], ".2f", "x"),
         number(figures["copy_back_seconds"], ".3f"),
         number(figures["copy_back_share"], ".0%"),
+        verdict(one["right_bits"]),
+    )
+
+
+def _memory(one: Mapping[str, Any]) -> tuple[str | Text, ...]:
+    return (
+        _name(one),
         mebibytes(one["pinned_bytes"]),
         mebibytes(one["page_locked_bytes"]),
-        mebibytes(figures["device_bytes"]),
-        verdict(one["right_bits"]),
+        mebibytes(one["figures"]["device_bytes"]),
     )

@@ -69,7 +69,7 @@ class PinnedDirectTransfer(ExclusiveTransfer):
     waits at once (``copy``). Otherwise chunks cross as they are into device scratch and are cast there.
 
     The source must be readable by the device: pinned when it was made, or page-locked in place by
-    ``prepare``, which blocks for about 50 ms a GiB, once for each storage however many views of it are
+    ``prepare``, which blocks for 50 to 300 ms a GiB, once for each storage however many views of it are
     prepared. It is given back when the storage is freed, by ``unprepare`` and by ``close``. A tensor
     whose storage was replaced since is a new source.
 
@@ -79,7 +79,7 @@ class PinnedDirectTransfer(ExclusiveTransfer):
     from the host to the device is a plain copy.
 
     Source access: until ``wait`` or ``release_source`` has returned; until then the copy keeps source
-    and destination alive. ``submit`` does not block. Chunks that are cast take
+    and destination alive. ``submit`` does not block, unless the source has to be staged. Chunks that are cast take
     ``Config.scratch_bytes(source.dtype)`` of device memory for each device and source dtype. Threads take turns; a
     submit from inside another one of the same thread is staged.
     """
