@@ -129,7 +129,7 @@ class PinnedTwin(Baseline):
 class Wire(Baseline):
     """The least time possible: values cast and pinned beforehand cross in chunks, with nothing to wait for."""
 
-    summary = "the link alone: the destination's bytes from pinned memory, 16 MiB at a time"
+    summary = "nothing but the destination's bytes from pinned memory, 16 MiB at a time"
 
     def prepare(self, source: Tensor) -> None:
         self._pin(source, self._dtype).copy_(source)

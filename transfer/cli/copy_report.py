@@ -14,14 +14,14 @@ from .table import console, hardware_line, legend, make_table, mebibytes, number
 
 _COLUMNS = (
     "scheme",
-    "median ms",
-    "spread %",
+    "median\nms",
+    "spread\n%",
     "GB/s",
-    "of the wire",
-    "vs DeepSpeed",
-    "pinned MiB",
-    "locked MiB",
-    "device MiB",
+    "of the\nwire",
+    "times\nDeepSpeed",
+    "pinned\nMiB",
+    "locked\nMiB",
+    "device\nMiB",
     "bits",
 )
 

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -22,12 +23,9 @@ def console() -> Console:
 
 def make_table(title: str, columns: Sequence[str], groups: Iterable[Sequence[Sequence[str | Text]]]) -> Table:
     """A table whose first column is a name and whose others are figures; a line under each group of rows."""
-    groups = [list(rows) for rows in groups]
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     for number, column in enumerate(columns):
-        # Where it is narrow, headings are broken, and figures never cut.
-        width = max((len(row[number]) for rows in groups for row in rows), default=1)
-        table.add_column(column, justify="left" if number == 0 else "right", min_width=width)
+        table.add_column(column, justify="left" if number == 0 else "right")
     for rows in groups:
         for row in rows:
             table.add_row(*row)

@@ -13,16 +13,14 @@ from .table import console, hardware_line, make_table, mebibytes, number, verdic
 _TIMES = (
     "copy-back",
     "step s",
-    "spread %",
-    "vs DeepSpeed",
-    "of the floor",
-    "iteration s",
-    "vs DeepSpeed",
-    "copy-back s",
-    "of the step",
+    "spread\n%",
+    "times\nDeepSpeed",
+    "of the\nfloor",
+    "copy-back\ns",
+    "of the\nstep",
     "bits",
 )
-_MEMORY = ("copy-back", "pinned MiB", "locked MiB", "device MiB")
+_MORE = ("copy-back", "iteration\ns", "times\nDeepSpeed", "pinned\nMiB", "locked\nMiB", "device\nMiB")
 
 _NOTE = (
     "Medians of {steps} step{s}, in turn; ratios are medians of the rounds' ratios. Spread: the interquartile range of "
@@ -41,7 +39,7 @@ def show(report: Mapping[str, Any]) -> None:
         f"{len(engine['sub_group_elements'])} sub-groups a rank, {report['optimizer']}"
     )
     out.print(make_table(title, _TIMES, [[_times(one) for one in report["measurements"]]]))
-    out.print(make_table("memory", _MEMORY, [[_memory(one) for one in report["measurements"]]]))
+    out.print(make_table("whole iterations, and memory", _MORE, [[_more(one) for one in report["measurements"]]]))
     for entry in report["not_run"]:
         out.print(Text(f"not run: {entry['scheme']}: {entry['reason']}"))
     page_lock = report["page_lock"]
@@ -69,18 +67,19 @@ def _times(one: Mapping[str, Any]) -> tuple[str | Text, ...]:
         number(figures["spread_percent"], ".0f"),
         number(figures["times_deepspeed"], ".2f", "x"),
         number(figures["times_floor"], ".2f", "x"),
-        number(figures["median_iteration_seconds"], ".3g"),
-        number(figures["iteration_times_deepspeed"], ".2f", "x"),
         number(figures["copy_back_seconds"], ".3f"),
         number(figures["copy_back_share"], ".0%"),
         verdict(one["right_bits"]),
     )
 
 
-def _memory(one: Mapping[str, Any]) -> tuple[str | Text, ...]:
+def _more(one: Mapping[str, Any]) -> tuple[str | Text, ...]:
+    figures = one["figures"]
     return (
         _name(one),
+        number(figures["median_iteration_seconds"], ".3g"),
+        number(figures["iteration_times_deepspeed"], ".2f", "x"),
         mebibytes(one["pinned_bytes"]),
         mebibytes(one["page_locked_bytes"]),
-        mebibytes(one["figures"]["device_bytes"]),
+        mebibytes(figures["device_bytes"]),
     )
