@@ -116,7 +116,8 @@ def _defers(attachment: Attachment, optimizer: Any) -> bool:
     if not (attachment.in_step and attachment.deferred) or has_own_order(optimizer):
         return False
     cls, own = type(optimizer), vars(optimizer)
-    only_ours = all(is_ours(getattr(cls, name, None)) and name not in own for name in _BETWEEN)
+    present = [name for name in _BETWEEN if hasattr(cls, name)]
+    only_ours = all(is_ours(getattr(cls, name)) and name not in own for name in present)
     return only_ours and not has_post_hooks(getattr(optimizer, "optimizer", None))
 
 
