@@ -47,6 +47,8 @@ class SimulatedAccelerator:
         streams: False for an accelerator without streams (``Stream`` is None).
         events: False for an accelerator without events (``Event`` is None).
         maps_host_memory: Whether ``device_view`` may be used.
+        eager: Copies run at once when they are queued, and not as late as they may. Then what a copy reads
+            too early is wrong on every run: a source that was submitted before it had its final values.
         pin_limit_bytes: ``pin_empty`` and ``register_host_memory`` raise ``RuntimeError`` where
             more than this many bytes would be pinned, like a memlock limit. None: no limit.
     """
@@ -60,10 +62,12 @@ class SimulatedAccelerator:
         streams: bool = True,
         events: bool = True,
         maps_host_memory: bool = True,
+        eager: bool = False,
         pin_limit_bytes: int | None = None,
     ) -> None:
         self.seed = seed
         self.maps_host_memory = maps_host_memory
+        self.eager = eager
         self.pin_limit_bytes = pin_limit_bytes
         self._queue = LateQueue(seed)
         self._pinned = MemoryRanges()
@@ -204,7 +208,7 @@ class SimulatedAccelerator:
             return
         stream = self._queue.current_stream
         self._queue.enqueue(stream, destination.detach(), source.detach())
-        if not (late and readable and writable):
+        if self.eager or not (late and readable and writable):
             stream.synchronize()
 
     def as_deepspeed(self) -> DeepSpeedAccelerator:

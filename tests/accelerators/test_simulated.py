@@ -296,3 +296,16 @@ def test_a_signal_handler_may_wait_at_any_moment():
     """
     done = run_program(program)
     assert done.returncode == 0, done.stderr
+
+
+def test_eager_copies_read_their_source_when_they_are_queued():
+    for eager, expected in ((True, [1.0] * 4), (False, [2.0] * 4)):
+        simulated = SimulatedAccelerator(eager=eager)
+        source, destination = (
+            simulated.pin_empty(4, dtype=torch.float32).fill_(1),
+            simulated.device_empty(4, dtype=torch.float32),
+        )
+        simulated.enqueue_copy(destination, source)
+        source.fill_(2)
+        simulated.synchronize()
+        assert destination.tolist() == expected

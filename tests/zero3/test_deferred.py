@@ -5,6 +5,7 @@ import gc
 import pytest
 import torch
 
+from accelerators.simulated import SimulatedAccelerator
 from tests.zero3.stand_ins import Spy, Stage3, SteppingStage3, engine_of
 from transfer import InvalidTensorError, TransferConfig, build_transfer, zero3, zero3_hooks
 
@@ -287,3 +288,30 @@ def test_a_monitor_that_fails_does_not_end_the_step(simulated, optimizer, caplog
     optimizer.step()
     assert optimizer.values() == [after(0), after(1), after(2)]
     assert "disk full" in caplog.text
+
+
+class ClampsAfterwards(SteppingStage3):
+    """Somebody's subclass that changes the master after the update, as weight clipping does."""
+
+    def _optimizer_step(self, sub_group_id):
+        super()._optimizer_step(sub_group_id)
+        self.fp32_partitioned_groups_flat[sub_group_id].data.clamp_(max=4)
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["late", "early"])
+def test_a_master_that_changes_after_its_update_is_copied_as_it_is_then(config, eager, monkeypatch):
+    monkeypatch.setattr(zero3_hooks, "zero3_classes", lambda: [Stage3, SteppingStage3])
+    simulated = SimulatedAccelerator(eager=eager)
+    optimizer = ClampsAfterwards(simulated)
+    zero3.attach(optimizer, build_transfer(config, simulated))
+    optimizer.step()
+    assert optimizer.values() == [[min(value, 4.0) for value in after(each)] for each in range(2)]
+
+
+def test_copies_that_run_early_are_right_too(config):
+    simulated = SimulatedAccelerator(eager=True)
+    optimizer = SteppingStage3(simulated, sub_groups=3)
+    zero3.attach(optimizer, build_transfer(config, simulated))
+    for steps in (1, 2):
+        optimizer.step()
+        assert optimizer.values() == [after(each, steps) for each in range(3)]

@@ -152,14 +152,15 @@ def test_only_deepspeeds_own_adam_whose_result_nobody_changes_is_cut(cpu_adam, m
     assert not can_tile(fresh())
 
 
-def test_training_with_cpu_adam_is_bitwise_that_of_deepspeed(cpu_adam, tmp_path):
+@pytest.mark.parametrize("eager", [False, True], ids=["late", "early"])
+def test_training_with_cpu_adam_is_bitwise_that_of_deepspeed(cpu_adam, tmp_path, eager):
     runs = [
         {"name": "deepspeed", "how": "none"},
         {"name": "direct", "how": "attach", "transfer": DIRECT},
         {"name": "staged", "how": "attach", "transfer": STAGED},
         {"name": "immediate", "how": "attach", "transfer": {**DIRECT, "completion": "immediate"}},
     ]
-    spec = {"accelerator": "simulated", "dtype": "bf16", "optimizer": "DeepSpeedCPUAdam"}
+    spec = {"accelerator": "simulated", "eager": eager, "dtype": "bf16", "optimizer": "DeepSpeedCPUAdam"}
     results = train({**spec, "look_between": str(tmp_path / "checkpoints")}, runs, 2, tmp_path)
     for name, got in results.items():
         for mine, theirs in zip(got, results["deepspeed"], strict=True):

@@ -40,7 +40,7 @@ def main():
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     simulated = None
     if spec["accelerator"] == "simulated":
-        simulated = SimulatedAccelerator(seed=spec.get("seed", 0))
+        simulated = SimulatedAccelerator(seed=spec.get("seed", 0), eager=spec.get("eager", False))
         deepspeed.accelerator.set_accelerator(simulated.as_deepspeed())
         # torch computes in it on any CPU; DeepSpeed asks whether the CPU does so fast.
         deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
