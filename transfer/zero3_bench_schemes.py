@@ -14,8 +14,7 @@ from .config import TransferConfig
 from .config_file import resolve_config
 from .interface import HostToDeviceTransfer
 from .routed import build_transfer
-
-_COPY_BACK = "_reassign_or_swap_out_partitioned_parameters"
+from .zero3_step import COPY_BACK
 
 
 @dataclass
@@ -69,11 +68,11 @@ class Scheme:
             yield
         else:
             optimizer = engine.optimizer
-            setattr(optimizer, _COPY_BACK, optimizer._unflatten_partitioned_parameters)
+            setattr(optimizer, COPY_BACK, optimizer._unflatten_partitioned_parameters)
             try:
                 yield
             finally:
-                delattr(optimizer, _COPY_BACK)  # the class's own is found again
+                delattr(optimizer, COPY_BACK)  # the class's own is found again
 
 
 def make_schemes(options: Mapping[str, Any], accelerator: Any) -> list[Scheme]:
@@ -99,5 +98,5 @@ def rewrite(engine: Any) -> None:
     optimizer = engine.optimizer
     optimizer.checkpoint_event_prologue()
     for sub_group_id in range(len(optimizer.fp32_partitioned_groups_flat)):
-        getattr(optimizer, _COPY_BACK)(sub_group_id)
+        getattr(optimizer, COPY_BACK)(sub_group_id)
     optimizer.checkpoint_event_epilogue()

@@ -12,14 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accelerators import Accelerator, AcceleratorError
+from accelerators import Accelerator
 
+from ..exclusive import REFUSALS
 from .ranks import Ranks
 
 #: What is copied, as in ZeRO-3.
 SOURCE, DESTINATION = torch.float32, torch.bfloat16
-#: What pinning may raise when it is refused: torch's errors, the system's, and a vendor's.
-_REFUSALS = (RuntimeError, MemoryError, OSError, ValueError, AcceleratorError)
+#: As in strategies; and ValueError, for sizes that an accelerator does not take.
+_REFUSALS = (*REFUSALS, ValueError)
 #: A chunk whose transfer is over long before the host has queued the next.
 _TINY_ELEMENTS = 1024
 #: Chunks that are queued to time the queueing: few enough for every driver's queue.

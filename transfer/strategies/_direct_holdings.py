@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor
+
+from accelerators import Accelerator
+from accelerators.protocol import MapsHostMemory
 
 from .. import page_locks
 from ..chunks import cut_at
@@ -14,14 +17,15 @@ from ..scratch_lanes import ScratchLanes
 
 
 def mapped_views(
-    accelerator: Any, destination: Tensor, source: Tensor, cuts: list[int]
+    accelerator: Accelerator, destination: Tensor, source: Tensor, cuts: list[int]
 ) -> list[tuple[Tensor, Tensor]] | None:
     """The source as the destination's device addresses it, or None where it does not."""
     if not accelerator.capabilities.maps_host_memory:
         return None
+    device_view = cast(MapsHostMemory, accelerator).device_view
     whole = [(destination, source)]
     pairs = list(cut_at(whole, cuts) if cuts else whole)
-    views = [(target, accelerator.device_view(piece)) for target, piece in pairs]
+    views = [(target, device_view(piece)) for target, piece in pairs]
     addressed = zip(views, pairs, strict=True)
     same = all(
         view.device == destination.device and view.data_ptr() == piece.data_ptr() for (_, view), (_, piece) in addressed
