@@ -51,7 +51,8 @@ class ScratchLanes:
     ) -> None:
         self._accelerator = accelerator
         self._dtype = dtype
-        self._chunk_elements = chunk_elements
+        #: Elements in each scratch buffer.
+        self.chunk_elements = chunk_elements
         self._device_index = device_index
         self._in_flight: deque[EventCopy] = deque()
         self._unsettled = False
@@ -82,7 +83,7 @@ class ScratchLanes:
             # On the lane's stream, to which an allocator that keeps freed memory apart by stream ties it.
             with self._accelerator.stream(lane.stream), torch.inference_mode(False):
                 try:
-                    lane.scratch = self._accelerator.device_empty(self._chunk_elements, dtype=self._dtype)
+                    lane.scratch = self._accelerator.device_empty(self.chunk_elements, dtype=self._dtype)
                 except REFUSALS as error:
                     for other in self._lanes:  # of a set that was never complete, so no copy has used it
                         other.scratch = None
@@ -121,16 +122,24 @@ class ScratchLanes:
                 with accelerator.stream(lane.stream):
                     for target, piece in burst[turn :: len(self._lanes)]:
                         self._cross_chunk(lane, target, piece)
-        events = []
-        for lane in self._lanes[: len(chunks)]:
-            with accelerator.stream(lane.stream):
-                event = accelerator.Event()  # type: ignore[misc]  # likewise
-                event.record()
-                events.append(event)
-        copy = EventCopy(events, destination, reads, counters)
+        copy = EventCopy(self._mark(self._lanes[: len(chunks)]), destination, reads, counters)
         self._in_flight.append(copy)
         self._unsettled = False
         return copy
+
+    def latest(self, destination: Tensor, counters: Counters) -> EventCopy:
+        """Everything that was queued up to now, as one copy to ``destination``."""
+        return EventCopy(self._mark(self._lanes), destination, counters=counters)
+
+    def _mark(self, lanes: Sequence[_Lane]) -> list[Any]:
+        """An event on each lane, after what is queued there."""
+        events = []
+        for lane in lanes:
+            with self._accelerator.stream(lane.stream):
+                event = self._accelerator.Event()  # type: ignore[misc]  # has events
+                event.record()
+                events.append(event)
+        return events
 
     def _cross_chunk(self, lane: _Lane, target: Tensor, piece: Tensor) -> None:
         if lane.scratch is None or not self.needs_scratch(target, piece):
