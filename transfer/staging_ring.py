@@ -85,11 +85,9 @@ class StagingRing:
                 if not self._accelerator.is_pinned(memory):
                     raise RuntimeError(f"{self._accelerator.name}.pin_empty returned memory that is not pinned")
 
-    def fits(self, num_bytes: int, alignment_bytes: int) -> bool:
-        """Whether each buffer holds so many bytes that begin at an aligned address."""
-        return all(
-            -buffer.memory.data_ptr() % alignment_bytes + num_bytes <= buffer.memory.nbytes for buffer in self._buffers
-        )
+    def is_aligned(self, unit_bytes: int) -> bool:
+        """Whether every buffer begins at a multiple of ``unit_bytes``."""
+        return all(buffer.memory.data_ptr() % unit_bytes == 0 for buffer in self._buffers)
 
     @contextmanager
     def session(self) -> Iterator[None]:

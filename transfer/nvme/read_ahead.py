@@ -45,7 +45,9 @@ class Chunk:
     num_bytes: int
 
 
-def plan_reads(swapped: SwappedTensor, capacity: int, max_elements: int, checked: bool) -> tuple[list[Chunk], bool]:
+def plan_reads(
+    swapped: SwappedTensor, capacity: int, max_elements: int, checked: bool, direct: bool
+) -> tuple[list[Chunk], bool]:
     """Cuts a file into chunks.
 
     Args:
@@ -53,6 +55,7 @@ def plan_reads(swapped: SwappedTensor, capacity: int, max_elements: int, checked
         capacity: Bytes of the memory that a chunk is read into; a multiple of the alignment.
         max_elements: The most values in a chunk.
         checked: Whether checksums are to be compared, and so whole blocks to be read.
+        direct: Whether that memory is aligned, so that reads may go past the page cache.
 
     Returns:
         The chunks, and whether they can be read past the page cache.
@@ -63,7 +66,7 @@ def plan_reads(swapped: SwappedTensor, capacity: int, max_elements: int, checked
     size, start = swapped.element_size(), swapped.offset_bytes
     most = min(capacity, max_elements * size)
     skip = start % ALIGNMENT_BYTES
-    direct = start % size == 0
+    direct = direct and start % size == 0
     if checked and swapped.checksums is not None:
         unit = swapped.checksums.block_bytes
         direct = direct and unit % ALIGNMENT_BYTES == 0 and skip == 0
@@ -181,13 +184,14 @@ def reading(
     max_elements: int,
     piece_bytes: int,
     checked: bool,
+    direct: bool = True,
 ) -> Iterator[tuple[ReadAhead, list[Chunk]]]:
     """Opens and checks a file, and plans its chunks. At the end of the block nothing is being read any more.
 
     Raises:
         SwapError: The file cannot be opened, or is not what the handle says.
     """
-    chunks, direct = plan_reads(swapped, capacity, max_elements, checked)
+    chunks, direct = plan_reads(swapped, capacity, max_elements, checked, direct)
     checksums = swapped.checksums if checked else None
     with open_swapped(swapped, direct) as file:
         ahead = ReadAhead(pool, reader, file, piece_bytes, checksums)

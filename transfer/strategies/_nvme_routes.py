@@ -15,7 +15,7 @@ from accelerators import Accelerator
 
 from ..chunks import paired_chunks, views_of_range
 from ..in_flight import FINISHED, EventCopy, InFlightCopy
-from ..nvme.memory import aligned, aligned_empty
+from ..nvme.memory import ALIGNMENT_BYTES, aligned_empty
 from ..nvme.read_ahead import Chunk
 from ..scratch_lanes import ScratchLanes
 from ..staging_ring import StagingBuffer, StagingRing
@@ -37,6 +37,11 @@ class Route(ABC):
         self._destination = destination
         self._dtype = dtype
         self._counters = counters
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether files can be read into the memory past the page cache."""
+        return True
 
     @contextmanager
     def session(self) -> Iterator[None]:
@@ -64,7 +69,7 @@ class Route(ABC):
             offset += view.numel()
 
     def _values(self, chunk: Chunk, buffer: StagingBuffer) -> Tensor:
-        return aligned(buffer.memory, chunk.length).narrow(0, chunk.skip, chunk.num_bytes).view(self._dtype)
+        return buffer.memory.narrow(0, chunk.skip, chunk.num_bytes).view(self._dtype)
 
 
 class HostMemory:
@@ -177,6 +182,10 @@ class DeviceCastRoute(Route):
         super().__init__(accelerator, destination, dtype, counters)
         self._ring = ring
         self._lanes = lanes
+
+    @property
+    def is_aligned(self) -> bool:
+        return self._ring.is_aligned(ALIGNMENT_BYTES)
 
     @contextmanager
     def session(self) -> Iterator[None]:

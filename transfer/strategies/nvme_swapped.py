@@ -17,7 +17,7 @@ from ..config_fields import BufferCount, Cast, Directory, Elements, Flag, Reader
 from ..errors import ConfigError, FallbackWarning
 from ..exclusive import REFUSALS, ExclusiveTransfer
 from ..in_flight import InFlightCopy
-from ..nvme.memory import ALIGNMENT_BYTES, aligned, round_up
+from ..nvme.memory import ALIGNMENT_BYTES, round_up
 from ..nvme.read_ahead import Chunk, reading
 from ..nvme.readers import Reader, make_reader
 from ..nvme.swap_out import swap_out
@@ -62,7 +62,7 @@ class NvmeSwappedConfig(StrategyConfig):
 
     @property
     def pinned_bytes(self) -> int:
-        """Bytes of pinned memory for each device; 4096 more a buffer where it does not begin at a page."""
+        """Bytes of pinned memory for each device."""
         return self.chunk_bytes * self.buffers
 
     @property
@@ -159,6 +159,7 @@ class NvmeSwappedTransfer(ExclusiveTransfer):
                 max_elements=capacity // max(source.element_size(), destination.element_size()),
                 piece_bytes=self.config.block_bytes or ALIGNMENT_BYTES,
                 checked=bool(self.config.checksums),
+                direct=route.is_aligned,
             ) as (ahead, chunks),
         ):
             pending: deque[tuple[Chunk, StagingBuffer, Callable[[], None]]] = deque()
@@ -166,7 +167,7 @@ class NvmeSwappedTransfer(ExclusiveTransfer):
                 if len(pending) == max(1, self.config.buffers - 1):
                     self._deliver(route, *pending.popleft())
                 buffer = route.acquire()
-                pending.append((chunk, buffer, ahead.start(chunk, aligned(buffer.memory, chunk.length))))
+                pending.append((chunk, buffer, ahead.start(chunk, buffer.memory.narrow(0, 0, chunk.length))))
             while pending:
                 self._deliver(route, *pending.popleft())
             return route.finish()
