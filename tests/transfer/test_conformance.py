@@ -97,7 +97,7 @@ class OnFiles(OnEveryAccelerator):
         self.directory = tmp_path
 
     def make_transfer(self, accelerator):
-        options = {"chunk_elements": 1024, "threads": 2, **self.options}
+        options = {"chunk_elements": 2048, "threads": 2, **self.options}
         return SwapsOutFirst(accelerator=accelerator, path=str(self.directory), **options)
 
 

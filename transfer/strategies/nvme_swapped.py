@@ -135,7 +135,7 @@ class NvmeSwappedTransfer(ExclusiveTransfer):
     def _cross(self, accelerator: Accelerator, destination: Tensor, source: SwappedTensor) -> InFlightCopy:
         self._held.release()  # where an earlier close was interrupted
         route = self._route(accelerator, destination, source.dtype)
-        return self._read(route, self._held.pool(self.config.threads), destination, source)
+        return self._read(route, self._held.pool(self.config.threads), source)
 
     def _cross_inside(self, accelerator: Accelerator, destination: Tensor, source: Any) -> InFlightCopy:
         if not isinstance(source, SwappedTensor):
@@ -143,20 +143,18 @@ class NvmeSwappedTransfer(ExclusiveTransfer):
         memory = HostMemory(self.config.chunk_bytes, self.config.buffers)
         route = PlainRoute(accelerator, destination, source.dtype, self._counters, memory)
         with ThreadPoolExecutor(self.config.threads) as pool:
-            return self._read(route, pool, destination, source)
+            return self._read(route, pool, source)
 
-    def _read(self, route: Route, pool: ThreadPoolExecutor, destination: Tensor, source: SwappedTensor) -> InFlightCopy:
+    def _read(self, route: Route, pool: ThreadPoolExecutor, source: SwappedTensor) -> InFlightCopy:
         """The pipeline: chunk ``k`` is delivered while the ones behind it are read."""
-        capacity = self.config.chunk_bytes
         with (
             route.session(),
             reading(
                 source,
                 pool,
                 self._reader_in_use(),
-                capacity=capacity,
-                # A chunk that is cast on the host has to fit in both dtypes.
-                max_elements=capacity // max(source.element_size(), destination.element_size()),
+                capacity=self.config.chunk_bytes,
+                threads=self.config.threads,
                 piece_bytes=self.config.block_bytes or ALIGNMENT_BYTES,
                 checked=bool(self.config.checksums),
                 direct=route.is_aligned,
