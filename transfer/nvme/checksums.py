@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import xxhash
 
-#: Bytes of values under one checksum. Reads are multiples of it, as nothing is used before it was checked.
-BLOCK_BYTES = 2**18
+#: Bytes of values under one checksum. Reads are multiples of it, as nothing is used before it was checked;
+#: smaller ones cost more, for what Python does around each.
+BLOCK_BYTES = 2**20
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ def plan_reads(swapped: SwappedTensor, capacity: int, checked: bool, direct: boo
     skip = start % ALIGNMENT_BYTES
     direct = direct and start % size == 0
     if checked and swapped.checksums is not None:
-        unit = swapped.checksums.block_bytes
+        unit = min(swapped.checksums.block_bytes, round_up(swapped.nbytes, ALIGNMENT_BYTES))
         direct = direct and unit % ALIGNMENT_BYTES == 0 and skip == 0
     else:
         unit = ALIGNMENT_BYTES

@@ -75,11 +75,11 @@ class NvmeHoldings:
         if not self._closing and not any(ring.closing for ring in tuple(self.rings.values())):
             return
         if os.getpid() == self._process:
+            for key in tuple(self.rings):  # whose guards are after everything on the lanes
+                self._drop_ring(key)
             for lanes_key, lanes in tuple(self.lanes.items()):
                 lanes.close()
                 self.lanes.pop(lanes_key, None)
-            for key in tuple(self.rings):
-                self._drop_ring(key)
             pool, self._pool = self._pool, None
             if pool is not None:
                 pool.shutdown()

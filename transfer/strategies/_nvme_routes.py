@@ -13,7 +13,7 @@ from torch import Tensor
 
 from accelerators import Accelerator
 
-from ..chunks import paired_chunks, plan_chunks, views_of_range
+from ..chunks import plan_chunks, views_of_range
 from ..in_flight import FINISHED, EventCopy, InFlightCopy
 from ..nvme.memory import ALIGNMENT_BYTES, aligned_empty
 from ..nvme.read_ahead import Chunk
@@ -195,7 +195,7 @@ class DeviceCastRoute(Route):
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        with super().session(), self._ring.session():
+        with super().session(), self._ring.session(), self._lanes.session():
             yield
 
     def acquire(self) -> StagingBuffer:
@@ -205,21 +205,9 @@ class DeviceCastRoute(Route):
         return buffer
 
     def deliver(self, chunk: Chunk, buffer: StagingBuffer) -> None:
-        most = self._lanes.chunk_elements
-        values = self._pieces(chunk.first, self._values(chunk, buffer))
-        pieces = [part for piece in values for part in paired_chunks(*piece, most)]
-        buffer.guard(_Guard(self._lanes.cross(pieces, self._destination, buffer.memory, self._counters)))
-        self._counters.add(pieces=len(pieces))
+        pieces = self._pieces(chunk.first, self._values(chunk, buffer))
+        buffer.guard(self._lanes.send(pieces))
+        self._counters.add(pieces=1)
 
     def finish(self) -> InFlightCopy:
         return self._lanes.latest(self._destination, self._counters)
-
-
-class _Guard:
-    """A copy in flight, asked as an event is."""
-
-    def __init__(self, copy: InFlightCopy) -> None:
-        self._copy = copy
-
-    def synchronize(self) -> None:
-        self._copy.wait()

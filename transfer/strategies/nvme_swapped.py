@@ -17,6 +17,7 @@ from ..config_fields import BufferCount, Cast, Directory, Elements, Flag, Reader
 from ..errors import ConfigError, FallbackWarning
 from ..exclusive import REFUSALS, ExclusiveTransfer
 from ..in_flight import InFlightCopy
+from ..nvme.checksums import BLOCK_BYTES
 from ..nvme.memory import ALIGNMENT_BYTES, round_up
 from ..nvme.read_ahead import Chunk, reading
 from ..nvme.readers import Reader, make_reader
@@ -29,6 +30,9 @@ from ..warn import warn_caller
 from ._nvme_holdings import NvmeHoldings
 from ._nvme_routes import DeviceCastRoute, HostCastRoute, HostMemory, PlainRoute, Route
 from .pinned_staged import PinnedStagedTransfer
+
+#: One casts on the device while the other fills.
+_LANES = 2
 
 
 class NvmeSwappedConfig(StrategyConfig):
@@ -52,7 +56,7 @@ class NvmeSwappedConfig(StrategyConfig):
     cast: Cast = "device"
     reader: ReaderName = "posix"
     threads: ThreadCount = 8
-    block_bytes: SizeBytes = 2**21
+    block_bytes: SizeBytes = 2**22
     checksums: Flag = True
 
     @property
@@ -68,7 +72,7 @@ class NvmeSwappedConfig(StrategyConfig):
     @property
     def scratch_bytes(self) -> int:
         """Bytes of device memory for each device and source dtype, where the device casts."""
-        return self.chunk_bytes
+        return self.chunk_bytes * _LANES
 
 
 class NvmeSwappedTransfer(ExclusiveTransfer):
@@ -126,7 +130,12 @@ class NvmeSwappedTransfer(ExclusiveTransfer):
         if self.config.path is None:
             raise ConfigError("set `nvme_swapped.path` to the directory that values should be swapped out to")
         return swap_out(
-            tensor, self.config.path, name, checksums=bool(self.config.checksums), threads=self.config.threads
+            tensor,
+            self.config.path,
+            name,
+            checksums=bool(self.config.checksums),
+            threads=self.config.threads,
+            block_bytes=min(BLOCK_BYTES, self.config.chunk_bytes),
         )
 
     def _crosses(self, accelerator: Accelerator, destination: Tensor, source: Any) -> bool:  # noqa: ARG002
@@ -213,8 +222,8 @@ class NvmeSwappedTransfer(ExclusiveTransfer):
         key = (id(accelerator), destination.device, dtype)
         lanes = self._held.lanes.get(key)
         if lanes is None:
-            elements = self.config.chunk_bytes // 2 // dtype.itemsize
-            lanes = ScratchLanes(accelerator, dtype, elements, 2, destination.device.index)
+            elements = self.config.chunk_bytes // dtype.itemsize
+            lanes = ScratchLanes(accelerator, dtype, elements, _LANES, destination.device.index)
             error = lanes.allocate()
             if error is not None:
                 self._no_scratch_on = accelerator
