@@ -170,16 +170,20 @@ class ReadAhead:
             piece.done.put(error)
 
     def _read(self, piece: _Piece) -> None:
-        chunk, begin = piece.chunk, piece.begin
-        needed = min(begin + piece.memory.numel(), chunk.skip + chunk.num_bytes) - begin
-        self._reader.read(self._file, chunk.offset + begin, piece.memory, needed)
+        chunk, end = piece.chunk, piece.begin + piece.memory.numel()
+        values_end = chunk.skip + chunk.num_bytes
         if self._checksums is None:
+            self._reader.read(self._file, chunk.offset + piece.begin, piece.memory, min(end, values_end) - piece.begin)
             return
-        wrong = self._checksums.first_mismatch(chunk.first_byte + begin, buffer_of(piece.memory)[:needed])
-        if wrong is not None:
-            block = self._checksums.block_bytes
-            what = f"the {block} bytes of values from byte {wrong} on are not those that were written"
-            raise corrupted(self._file.path, f"{what} (their checksum is another)")
+        block = self._checksums.block_bytes
+        # Each block by itself: what was just read is still in this core's cache.
+        for begin in range(piece.begin, end, block):
+            memory = piece.memory.narrow(0, begin - piece.begin, min(block, end - begin))
+            needed = min(begin + block, values_end) - begin
+            self._reader.read(self._file, chunk.offset + begin, memory, needed)
+            if not self._checksums.match(chunk.first_byte + begin, buffer_of(memory)[:needed]):
+                what = f"the {needed} bytes of values from byte {chunk.first_byte + begin} on are not those written"
+                raise corrupted(self._file.path, f"{what} (their checksum is another)")
 
     def drain(self) -> None:
         """Blocks until nothing is being read; what has not begun is not read at all."""

@@ -142,7 +142,7 @@ class _Values:
         self._write_all(buffer[:padded], self._header.offset_bytes + begin)
         if not self._header.block_bytes:
             return []
-        return [checksum for _, checksum in checksums_of(buffer[:length], self._header.block_bytes)]
+        return checksums_of(buffer[:length], self._header.block_bytes)
 
     def _piece_of_memory(self) -> Tensor:
         memory: Tensor | None = getattr(self._memory, "piece", None)
