@@ -14,6 +14,7 @@ from pydantic_core import PydanticCustomError
 import accelerators.registry
 from accelerators.plugins import nearest
 
+from .nvme.memory import ALIGNMENT_BYTES
 from .nvme.readers.reader import READERS
 from .registry import explain_unknown_strategy, strategy_names
 
@@ -122,6 +123,13 @@ def _strategy_or_measured(value: Any) -> str:
     return _strategy(value)
 
 
+def _block_bytes(value: Any) -> int:
+    size = parse_size(value)
+    if size < ALIGNMENT_BYTES:
+        raise refuse(f"expected at least {ALIGNMENT_BYTES} bytes")
+    return size
+
+
 def _threads(value: Any) -> int:
     return _whole(value, "threads", 8, MAX_THREADS)
 
@@ -171,6 +179,8 @@ Completion = Annotated[str, _one_of("deferred", "immediate")]
 Cast = Annotated[str, _one_of("device", "host")]
 #: What reads files.
 ReaderName = Annotated[str, _one_of(*READERS)]
+#: A size in bytes of at least 4096.
+BlockBytes = Annotated[int, BeforeValidator(_block_bytes)]
 #: A whole number of threads, from 1 to 256.
 ThreadCount = Annotated[int, BeforeValidator(_threads)]
 #: A directory; ``~`` stands for the home directory. None only as a default.

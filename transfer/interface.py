@@ -208,14 +208,15 @@ class HostToDeviceTransfer(ABC):
         if self._resolved is not None and not self._is_forked:
             self._resolved.synchronize()
 
-    def is_host_to_device(self, destination: Tensor, source: Tensor) -> bool:
-        """Whether a copy would cross from host memory to this transfer's accelerator.
+    def is_host_to_device(self, destination: Tensor, source: Tensor | SwappedTensor) -> bool:
+        """Whether a copy would cross from host memory, or from a file, to this transfer's accelerator.
 
         Raises:
             AcceleratorFailedError: The accelerator is unknown or not available here.
         """
         accelerator = self.accelerator
-        return accelerator.on_device(destination) and accelerator.on_host(source)
+        from_host = not isinstance(source, Tensor) or accelerator.on_host(source)
+        return accelerator.on_device(destination) and from_host
 
     def close(self) -> None:
         """Waits for what is in flight and gives back every pinned byte.

@@ -117,14 +117,14 @@ class TransferPolicy:
             return Decision(asked, f"The configuration says `strategy: {asked}`.")
         return Decision(NVME_SWAPPED, "The values are in a file, and are copied on while it is read.")
 
-    def preparing(self, source: Tensor) -> tuple[str, ...]:
+    def preparing(self, source: Tensor | SwappedTensor) -> tuple[str, ...]:
         """The strategies to which ``prepare`` should hand a source that will be copied from many times.
 
         Raises:
             AcceleratorFailedError: The accelerator is unknown or not available here.
         """
         accelerator = self._choice.resolve()
-        if not accelerator.on_host(source):
+        if isinstance(source, SwappedTensor) or not accelerator.on_host(source):
             return ()
         chosen = {rule.use for rule in self.config.rules}
         if self.config.strategy not in (None, MEASURED, NVME_SWAPPED):

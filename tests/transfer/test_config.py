@@ -68,6 +68,42 @@ def test_a_whole_file(yaml_file):
     assert config.rules[1].when.destination_dtype is torch.float16
 
 
+def test_the_section_of_nvme_swapped(yaml_file, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/somebody")
+    config = load_config(
+        yaml_file("""
+            transfer:
+              nvme_swapped: {path: ~/swap, chunk_elements: 1048576, buffers: 4, reader: aio, threads: 3,
+                             block_bytes: 1MiB, checksums: false, cast: host}
+        """)
+    )
+    section = config.section("nvme_swapped")
+    assert section.path == "/home/somebody/swap"
+    assert (section.reader, section.threads, section.cast, section.checksums) == ("aio", 3, "host", False)
+    # Four buffers of 1,048,576 fp32 values.
+    assert (section.chunk_bytes, section.pinned_bytes, section.block_bytes) == (4_194_304, 16_777_216, 1_048_576)
+    assert pickle.loads(pickle.dumps(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("path: ''", "FILE:2: transfer.nvme_swapped.path: found '' (str): expected the path of a directory"),
+        ("path: 7", "FILE:2: transfer.nvme_swapped.path: found 7 (int): expected the path of a directory"),
+        ("reader: libaio", "transfer.nvme_swapped.reader: found 'libaio' (str): expected posix or aio."),
+        ("threads: 0", "transfer.nvme_swapped.threads: found 0 (int): expected from 1 to 256 threads"),
+        ("threads: 4MiB", "this counts threads, not bytes, and takes no unit: such as 8"),
+        ("cast: gpu", "transfer.nvme_swapped.cast: found 'gpu' (str): expected device or host."),
+        ("block_bytes: 1M", "unknown unit 'M'; write 1MiB or 1MB"),
+        ("block_bytes: 0", "expected at least 4096 bytes"),
+        ("checksums: 1", "expected true or false"),
+        ("checksum: true", "Did you mean 'checksums'?"),
+    ],
+)
+def test_mistakes_in_nvme_swapped(yaml_file, line, expected):
+    assert expected in complaint(yaml_file(f"transfer:\n  nvme_swapped: {{{line}}}\n"))
+
+
 @pytest.mark.parametrize("text", ["", "# nothing yet\n", "transfer:\n", "transfer: {}\n", "---\n"])
 def test_nothing_means_the_defaults(yaml_file, text):
     assert load_config(yaml_file(text)) == TransferConfig()
@@ -143,16 +179,16 @@ def test_ways_not_to_write_a_size(yaml_file, written, hint):
         (
             "transfer:\n  strategi: pageable\n",
             "FILE:2: transfer.strategi: unknown key 'strategi'. Did you mean 'strategy'? "
-            "Allowed here: accelerator, completion, fallback, pageable, pinned_direct, pinned_staged, rules, strategy.",
+            "Allowed here: accelerator, completion, fallback, nvme_swapped, pageable, pinned_direct, pinned_staged, rules, strategy.",
         ),
         (
             "transfer:\n  pin_memroy: true\n",
             "FILE:2: transfer.pin_memroy: unknown key 'pin_memroy'. "
-            "Allowed here: accelerator, completion, fallback, pageable, pinned_direct, pinned_staged, rules, strategy.",
+            "Allowed here: accelerator, completion, fallback, nvme_swapped, pageable, pinned_direct, pinned_staged, rules, strategy.",
         ),
         (
             "transfer:\n  chunk_elements: 4\n",
-            "FILE:2: transfer.chunk_elements: unknown key 'chunk_elements'. It belongs under 'pinned_direct' or 'pinned_staged'.",
+            "FILE:2: transfer.chunk_elements: unknown key 'chunk_elements'. It belongs under 'nvme_swapped' or 'pinned_direct' or 'pinned_staged'.",
         ),
         (
             "transfer:\n  pinned_staged:\n    fallback: true\n",
@@ -191,7 +227,7 @@ def test_ways_not_to_write_a_size(yaml_file, written, hint):
         (
             "transfer:\n  strategy: pinned\n",
             "FILE:2: transfer.strategy: found 'pinned' (str): unknown strategy 'pinned'. Did you mean 'pinned_staged'? "
-            "Registered: pageable, pinned_direct, pinned_staged.",
+            "Registered: nvme_swapped, pageable, pinned_direct, pinned_staged.",
         ),
         (
             "transfer:\n  strategy: measure\n",

@@ -13,7 +13,10 @@ from transfer import (
     Decision,
     HostToDeviceTransfer,
     InFlightCopy,
+    NotATensorError,
     PageableTransfer,
+    PinnedDirectTransfer,
+    PinnedStagedTransfer,
     StrategyRegistrationError,
     TransferError,
     TransferPolicy,
@@ -24,6 +27,7 @@ from transfer import (
     strategy_names,
     unregister_strategy,
 )
+from transfer.nvme import swap_out
 
 LARGE = 2**20
 
@@ -51,6 +55,61 @@ def test_small_copies_are_pageable(simulated, numel, strategy):
     assert decision.strategy == strategy
     if strategy == "pageable":
         assert decision.reason == "1048574 bytes are too few for staging to pay off (1048576 would be enough)."
+
+
+@pytest.fixture
+def swapped(tmp_path):
+    return swap_out(torch.arange(float(LARGE)), tmp_path)
+
+
+@pytest.mark.parametrize("config", [{}, {"strategy": "pageable"}, {"strategy": "nvme_swapped"}])
+def test_values_in_a_file_are_for_nvme_swapped(simulated, swapped, config):
+    policy = TransferPolicy({**config, "rules": [{"when": {"at_least": 1}, "use": "pinned_staged"}]}, simulated)
+    for destination in (pair(simulated)[0], torch.zeros(LARGE), simulated.device_empty(0, dtype=torch.float32)):
+        decision = policy.select(destination, swapped)
+        assert decision.strategy == "nvme_swapped"
+    assert policy.preparing(swapped) == ()
+
+
+def test_a_strategy_that_reads_files_too_may_be_asked_for(simulated, swapped):
+    class Reads(PageableTransfer):
+        reads_swapped = True
+
+    register_strategy("reads", Reads)
+    try:
+        destination = pair(simulated)[0]
+        rules = [{"when": {"destination_dtype": "bfloat16"}, "use": "reads"}]
+        assert TransferPolicy({"rules": rules}, simulated).select(destination, swapped) == Decision(
+            "reads", "rules[0] matches (destination_dtype: bfloat16)."
+        )
+        assert TransferPolicy({"strategy": "reads"}, simulated).select(destination, swapped).strategy == "reads"
+        other = simulated.device_empty(LARGE, dtype=torch.float16)
+        assert TransferPolicy({"rules": rules}, simulated).select(other, swapped).strategy == "nvme_swapped"
+    finally:
+        unregister_strategy("reads")
+
+
+def test_with_nvme_swapped_as_the_strategy_tensors_go_by_the_default(simulated):
+    rules = [{"when": {"at_least": 1}, "use": "nvme_swapped"}]
+    policy = TransferPolicy({"strategy": "nvme_swapped", "rules": rules}, simulated)
+    destination, source = pair(simulated)
+    assert policy.select(destination, source).strategy == "pinned_direct"
+    assert "pinned_direct" in policy.preparing(source)
+    with build_transfer({"strategy": "nvme_swapped"}, simulated) as transfer:
+        transfer.prepare(source)
+        transfer.copy(destination, source + 3)
+    assert (destination == 3).all()
+
+
+def test_strategies_that_do_not_read_files_say_who_does(simulated, swapped):
+    destination = simulated.device_empty(LARGE, dtype=torch.bfloat16).fill_(-1)
+    for strategy in (PageableTransfer, PinnedStagedTransfer, PinnedDirectTransfer):
+        with pytest.raises(NotATensorError, match="nvme_swapped.*build_transfer"):
+            strategy(accelerator=simulated).submit(destination, swapped)
+    assert (destination == -1).all()
+    with build_transfer({"strategy": "pageable"}, simulated) as transfer:
+        transfer.copy(destination, swapped)
+    assert torch.equal(destination, torch.arange(float(LARGE)).bfloat16())
 
 
 def test_what_an_accelerator_lacks_is_the_reason():

@@ -16,6 +16,7 @@ from transfer import (
     StrategyStats,
     build_transfer,
     register_strategy,
+    unregister_strategy,
 )
 from transfer.ranges import named_range
 
@@ -215,8 +216,11 @@ def test_a_strategy_without_a_name_is_counted_by_its_class(simulated):
     transfer.copy(empty(simulated), torch.zeros(10))
     assert counts(transfer.stats()) == {"Plain": (1, 20, 0, 0)}
     register_strategy("plain_for_stats", Plain)
-    routed = build_transfer({"strategy": "plain_for_stats"}, simulated)
-    routed.copy(empty(simulated), torch.zeros(10))
+    try:
+        routed = build_transfer({"strategy": "plain_for_stats"}, simulated)
+        routed.copy(empty(simulated), torch.zeros(10))
+    finally:
+        unregister_strategy("plain_for_stats")
     assert counts(routed.stats()) == {"Plain": (1, 20, 0, 0)}
 
 

@@ -186,16 +186,18 @@ def _created(path: Path) -> Iterator[int]:
 
 def _reserve(descriptor: int, path: Path, num_bytes: int) -> None:
     """Takes the space of the whole file, or fails."""
-    free = shutil.disk_usage(path.parent).free
-    if free < num_bytes:
-        raise _no_room(errno.ENOSPC, path, num_bytes)
     try:
         os.posix_fallocate(descriptor, 0, num_bytes)
+        return
     except AttributeError:  # another system
-        os.truncate(descriptor, num_bytes)
+        pass
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENODEV):
             raise
+    # A file system that reserves nothing: what is free now is the best guess.
+    if shutil.disk_usage(path.parent).free < num_bytes:
+        raise _no_room(errno.ENOSPC, path, num_bytes)
+    os.truncate(descriptor, num_bytes)
 
 
 def _explained(error: OSError, path: Path, num_bytes: int) -> Exception:

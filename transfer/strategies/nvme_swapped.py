@@ -13,7 +13,7 @@ from torch import Tensor
 
 from accelerators import Accelerator
 
-from ..config_fields import BufferCount, Cast, Directory, Elements, Flag, ReaderName, SizeBytes, ThreadCount
+from ..config_fields import BlockBytes, BufferCount, Cast, Directory, Elements, Flag, ReaderName, ThreadCount
 from ..errors import ConfigError, FallbackWarning
 from ..exclusive import REFUSALS, ExclusiveTransfer
 from ..in_flight import InFlightCopy
@@ -52,11 +52,11 @@ class NvmeSwappedConfig(StrategyConfig):
 
     path: Directory = None
     chunk_elements: Elements = 2**22
-    buffers: BufferCount = 4
+    buffers: BufferCount = 8
     cast: Cast = "device"
     reader: ReaderName = "posix"
-    threads: ThreadCount = 8
-    block_bytes: SizeBytes = 2**22
+    threads: ThreadCount = 12
+    block_bytes: BlockBytes = 2**22
     checksums: Flag = True
 
     @property
@@ -164,7 +164,7 @@ class NvmeSwappedTransfer(ExclusiveTransfer):
                 self._reader_in_use(),
                 capacity=self.config.chunk_bytes,
                 threads=self.config.threads,
-                piece_bytes=self.config.block_bytes or ALIGNMENT_BYTES,
+                piece_bytes=self.config.block_bytes,
                 checked=bool(self.config.checksums),
                 direct=route.is_aligned,
             ) as (ahead, chunks),
