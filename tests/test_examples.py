@@ -44,7 +44,7 @@ def test_training_on_real_text_is_bitwise_that_of_deepspeed_alone():
 
 def test_the_example_configuration_shows_the_defaults():
     config = load_config(ROOT / "examples" / "transfer.yaml")
-    for strategy in ("pinned_direct", "pinned_staged"):
+    for strategy in ("nvme_swapped", "pinned_direct", "pinned_staged"):
         assert config.section(strategy) == TransferConfig().section(strategy)
     assert (config.fallback, config.completion) == (TransferConfig().fallback, TransferConfig().completion)
     assert [rule.when.smaller_than for rule in config.rules] == [256 * 1024]
