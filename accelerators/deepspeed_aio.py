@@ -30,20 +30,28 @@ def unavailable_reason() -> str | None:
     return None
 
 
-def make_handle() -> Any:
-    """A handle that reads in the calling thread.
+def make_handle(threads: int = 1) -> Any:
+    """A handle of the op.
+
+    Args:
+        threads: How many share each request. With one, the calling thread reads.
 
     Raises:
         Exception: What loading the op raises where ``unavailable_reason`` gives one.
     """
-    return _load().aio_handle(_BLOCK_BYTES, _QUEUE_DEPTH, False, True, 1)
+    return _load().aio_handle(_BLOCK_BYTES, _QUEUE_DEPTH, False, True, threads)
 
 
 def may_lock(memory: Tensor) -> bool:
     """Whether the op can read into this memory: it locks a copy of what is not pinned, and aborts if it may not."""
     if torch.cuda.is_available() and memory.is_pinned():
         return True
-    return _lock_limit_bytes() >= 2 * memory.nbytes
+    return may_lock_bytes(2 * memory.nbytes)
+
+
+def may_lock_bytes(num_bytes: int) -> bool:
+    """Whether the process may lock so much memory: where it may not, ``new_cpu_locked_tensor`` aborts it."""
+    return _lock_limit_bytes() >= num_bytes
 
 
 class _NotThereError(Exception):
