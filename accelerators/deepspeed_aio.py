@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -72,9 +74,11 @@ def _load() -> Any:
         )
     if not (folder / f"{builder.name}.so").exists():
         raise _NotThereError("DeepSpeed's aio op is not built; its first use by DeepSpeed builds it, in minutes.")
-    if not builder.is_compatible(verbose=False):
-        raise _NotThereError("DeepSpeed's aio op does not fit this machine: it needs libaio (package libaio-dev).")
-    return builder.load(verbose=False)
+    # DeepSpeed asks the standard error for its descriptor, and takes a replaced one, without one, for a missing libaio.
+    with contextlib.redirect_stderr(sys.__stderr__ or sys.stderr):
+        if not builder.is_compatible(verbose=False):
+            raise _NotThereError("DeepSpeed's aio op does not fit this machine: it needs libaio (package libaio-dev).")
+        return builder.load(verbose=False)
 
 
 def _build_folder(name: str) -> Path:
