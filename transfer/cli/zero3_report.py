@@ -26,8 +26,9 @@ _MORE = ("copy-back", "iteration\ns", "times\nDeepSpeed", "pinned\nMiB", "locked
 _NOTE = (
     "Medians of {steps} step{s}, in turn; ratios are medians of the rounds' ratios. Spread: the interquartile range of "
     "the step, in percent of its median. floor: the step with nothing copied back. copy-back: the step less the same "
-    "round's floor. pinned: memory that the scheme needs in addition; locked: masters that it page-locks in place; "
-    "device: peak memory above DeepSpeed's own. With several ranks each time is that of the slowest."
+    "round's floor. pinned: memory that the scheme needs in addition; locked: masters, or DeepSpeed's swap buffers, "
+    "that it page-locks in place; device: peak memory above DeepSpeed's own. With several ranks each time is that of "
+    "the slowest."
 )
 
 
