@@ -48,12 +48,12 @@ def may_lock(memory: Tensor) -> bool:
     """Whether the op can read into this memory: it locks a copy of what is not pinned, and aborts if it may not."""
     if torch.cuda.is_available() and memory.is_pinned():
         return True
-    return may_lock_bytes(2 * memory.nbytes)
+    return _lock_limit_bytes() >= 2 * memory.nbytes
 
 
 def may_lock_bytes(num_bytes: int) -> bool:
-    """Whether the process may lock so much memory: where it may not, ``new_cpu_locked_tensor`` aborts it."""
-    return _lock_limit_bytes() >= num_bytes
+    """Whether the process may lock so much more memory: where it may not, ``new_cpu_locked_tensor`` aborts it."""
+    return _lock_limit_bytes() >= num_bytes + _locked_bytes()
 
 
 class _NotThereError(Exception):
@@ -91,10 +91,21 @@ def _build_folder(name: str) -> Path:
 def _lock_limit_bytes() -> int:
     import resource
 
-    try:
-        status = Path("/proc/self/status").read_text()
-        effective = next(int(line.split()[1], 16) for line in status.splitlines() if line.startswith("CapEff:"))
-    except (OSError, StopIteration):
-        effective = _CAP_IPC_LOCK if os.geteuid() == 0 else 0
+    capabilities = _status("CapEff")
+    effective = (_CAP_IPC_LOCK if os.geteuid() == 0 else 0) if capabilities is None else int(capabilities, 16)
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return 2**62 if effective & _CAP_IPC_LOCK or soft == resource.RLIM_INFINITY else soft
+
+
+def _locked_bytes() -> int:
+    """What this process has locked already."""
+    return 1024 * int(_status("VmLck") or 0)
+
+
+def _status(key: str) -> str | None:
+    """The first word that the kernel says of this process under ``key``, or None where it says nothing."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return None
+    return next((line.split()[1] for line in lines if line.startswith(f"{key}:")), None)
