@@ -45,7 +45,7 @@ def test_every_combination_is_measured_and_kept(tmp_path, capsys):
         assert fastest in entries
     assert not files_in(directory)
     out = capsys.readouterr().out
-    assert f"GB/s read / written on {drive.file_system}" in out
+    assert f"GB/s of each rank, read / written on {drive.file_system}" in out
     assert "Best read: " in out
     text = out[out.index("transfer:") : out.index("\nWritten to")]
     (tmp_path / "h2d.yaml").write_text(text)

@@ -111,7 +111,7 @@ def _print_drive(console: Console, drive: Drive) -> None:
     table = Table(
         "blocks of",
         *(f"{count} thread{'s' * (count > 1)}" for count in threads),
-        title=f"GB/s read / written on {drive.file_system}{memory}, {how}",
+        title=f"GB/s of each rank, read / written on {drive.file_system}{memory}, {how}",
         title_justify="left",
     )
     for block_bytes in dict.fromkeys(entry.block_bytes for entry in drive.read):
