@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import xxhash
 
-#: Bytes of values under one checksum. Reads are multiples of it, as nothing is used before it was checked.
-BLOCK_BYTES = 2**18
+#: Bytes of values under one checksum. Reads are multiples of it, as nothing is used before it was checked;
+#: smaller ones cost more, for what Python does around each.
+BLOCK_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -33,24 +34,18 @@ class Checksums:
         """From the checksum of each block, in order."""
         return cls(block_bytes, struct.pack(f"<{len(values)}Q", *values))
 
-    def first_mismatch(self, offset_bytes: int, memory: memoryview) -> int | None:
-        """Where the first wrong block begins, counted from the first value, or None if all are right.
+    def match(self, offset_bytes: int, block: memoryview) -> bool:
+        """Whether a block has the checksum that it was written with.
 
         Args:
-            offset_bytes: Where ``memory`` lies, counted from the first value; a multiple of ``block_bytes``.
-            memory: Whole blocks, or everything up to the last value.
+            offset_bytes: Where it begins, counted from the first value; a multiple of ``block_bytes``.
+            block: All of it; the last one ends with the last value.
         """
-        expected = struct.unpack_from(f"<{-(-len(memory) // self.block_bytes)}Q", self.table, self._at(offset_bytes))
-        for block, checksum in zip(checksums_of(memory, self.block_bytes), expected, strict=True):
-            if block[1] != checksum:
-                return offset_bytes + block[0]
-        return None
-
-    def _at(self, offset_bytes: int) -> int:
-        return offset_bytes // self.block_bytes * 8
+        (expected,) = struct.unpack_from("<Q", self.table, offset_bytes // self.block_bytes * 8)
+        return xxhash.xxh3_64_intdigest(block) == expected
 
 
-def checksums_of(memory: memoryview, block_bytes: int) -> list[tuple[int, int]]:
-    """The offset of each block, and its checksum."""
-    offsets = range(0, len(memory), block_bytes)
-    return [(offset, xxhash.xxh3_64_intdigest(memory[offset : offset + block_bytes])) for offset in offsets]
+def checksums_of(memory: memoryview, block_bytes: int) -> list[int]:
+    """The checksum of each block."""
+    blocks = range(0, len(memory), block_bytes)
+    return [xxhash.xxh3_64_intdigest(memory[begin : begin + block_bytes]) for begin in blocks]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
@@ -45,14 +47,14 @@ class Chunk:
     num_bytes: int
 
 
-def plan_reads(swapped: SwappedTensor, capacity: int, max_elements: int, checked: bool) -> tuple[list[Chunk], bool]:
+def plan_reads(swapped: SwappedTensor, capacity: int, checked: bool, direct: bool) -> tuple[list[Chunk], bool]:
     """Cuts a file into chunks.
 
     Args:
         swapped: The values.
         capacity: Bytes of the memory that a chunk is read into; a multiple of the alignment.
-        max_elements: The most values in a chunk.
         checked: Whether checksums are to be compared, and so whole blocks to be read.
+        direct: Whether that memory is aligned, so that reads may go past the page cache.
 
     Returns:
         The chunks, and whether they can be read past the page cache.
@@ -61,18 +63,18 @@ def plan_reads(swapped: SwappedTensor, capacity: int, max_elements: int, checked
         SwapError: The file has checksums over more bytes than fit.
     """
     size, start = swapped.element_size(), swapped.offset_bytes
-    most = min(capacity, max_elements * size)
+    most = capacity
     skip = start % ALIGNMENT_BYTES
-    direct = start % size == 0
+    direct = direct and start % size == 0
     if checked and swapped.checksums is not None:
-        unit = swapped.checksums.block_bytes
+        unit = min(swapped.checksums.block_bytes, round_up(swapped.nbytes, ALIGNMENT_BYTES))
         direct = direct and unit % ALIGNMENT_BYTES == 0 and skip == 0
     else:
         unit = ALIGNMENT_BYTES
-        if direct:
-            most = min(most, capacity - (ALIGNMENT_BYTES if skip else 0))
-        if most < unit:
-            unit, direct, most = size, False, min(capacity, max_elements * size)
+        if direct and skip:
+            most -= ALIGNMENT_BYTES  # read in vain before the first value, or after the last
+        if not direct or most < unit:
+            unit, direct, most = size, False, capacity
     payload = round_down(most, unit)
     if payload == 0:
         raise SwapError(
@@ -94,8 +96,12 @@ def plan_reads(swapped: SwappedTensor, capacity: int, max_elements: int, checked
 class ReadAhead:
     """Reads pieces of chunks on threads. Made by ``reading``, which also ends it.
 
+    Each thread takes the next piece from one queue until the file is read: there is no object with a lock for
+    each piece, since what the threads do under the interpreter's lock is what bounds them on fast drives.
+
     Args:
         pool: The threads.
+        threads: How many of them.
         reader: How they read.
         file: What.
         piece_bytes: The most that a thread reads at a time.
@@ -103,72 +109,103 @@ class ReadAhead:
     """
 
     def __init__(
-        self, pool: ThreadPoolExecutor, reader: Reader, file: OpenFile, piece_bytes: int, checksums: Checksums | None
+        self,
+        pool: ThreadPoolExecutor,
+        threads: int,
+        reader: Reader,
+        file: OpenFile,
+        piece_bytes: int,
+        checksums: Checksums | None,
     ) -> None:
-        self._pool = pool
         self._reader = reader
         self._file = file
         unit = ALIGNMENT_BYTES if checksums is None else checksums.block_bytes
         self._piece_bytes = max(unit, round_down(piece_bytes, unit))
         self._checksums = checksums
-        self._pending: list[Future[None]] = []
+        self._tasks: SimpleQueue[_Piece | None] = SimpleQueue()
+        self._stopped = False
+        self._working: list[Future[None]] = []
+        with contextlib.suppress(RuntimeError):  # no more threads: at the end of the process, or a limit
+            for _ in range(threads):
+                self._working.append(pool.submit(self._work))
 
     def start(self, chunk: Chunk, memory: Tensor) -> Callable[[], None]:
         """Begins to read a chunk.
 
         Args:
             chunk: Which.
-            memory: At least ``chunk.length`` bytes, which belong to the read until it is waited for.
+            memory: ``chunk.length`` bytes, which belong to the read until it is waited for.
 
         Returns:
             Blocks until the chunk is there, and raises what reading it raised.
         """
-        mine = [
-            self._submit(chunk, begin, memory.narrow(0, begin, min(self._piece_bytes, chunk.length - begin)))
+        done: SimpleQueue[BaseException | None] = SimpleQueue()
+        pieces = [
+            _Piece(chunk, begin, memory.narrow(0, begin, min(self._piece_bytes, chunk.length - begin)), done)
             for begin in range(0, chunk.length, self._piece_bytes)
         ]
+        for piece in pieces:
+            if self._working:
+                self._tasks.put(piece)
+            else:
+                self._read(piece)
+                done.put(None)
 
         def wait() -> None:
-            for future in mine:
-                future.result()
-            self._pending = [future for future in self._pending if not future.done()]
+            for _ in pieces:
+                error = done.get()
+                if error is not None:
+                    raise error
 
         return wait
 
-    def _submit(self, chunk: Chunk, begin: int, memory: Tensor) -> Future[None]:
-        try:
-            future = self._pool.submit(self._read, chunk, begin, memory)
-        except RuntimeError:  # at the end of the process, when no thread may be started
-            future = Future()
-            self._read(chunk, begin, memory)
-            future.set_result(None)
-        self._pending.append(future)
-        return future
+    def _work(self) -> None:
+        while (piece := self._tasks.get()) is not None:
+            error: BaseException | None = None
+            try:
+                if not self._stopped:
+                    self._read(piece)
+            except BaseException as caught:  # noqa: BLE001 - whatever it is, the copy has to end with it
+                error = caught
+            piece.done.put(error)
 
-    def _read(self, chunk: Chunk, begin: int, memory: Tensor) -> None:
+    def _read(self, piece: _Piece) -> None:
+        chunk, end = piece.chunk, piece.begin + piece.memory.numel()
         values_end = chunk.skip + chunk.num_bytes
-        needed = min(begin + memory.numel(), values_end) - begin
-        self._reader.read(self._file, chunk.offset + begin, memory, needed)
         if self._checksums is None:
+            self._reader.read(self._file, chunk.offset + piece.begin, piece.memory, min(end, values_end) - piece.begin)
             return
-        wrong = self._checksums.first_mismatch(chunk.first_byte + begin, buffer_of(memory)[:needed])
-        if wrong is not None:
-            block = self._checksums.block_bytes
-            what = f"the {block} bytes of values from byte {wrong} on are not those that were written"
-            raise corrupted(self._file.path, f"{what} (their checksum is another)")
+        block = self._checksums.block_bytes
+        # Each block by itself: what was just read is still in this core's cache.
+        for begin in range(piece.begin, end, block):
+            memory = piece.memory.narrow(0, begin - piece.begin, min(block, end - begin))
+            needed = min(begin + block, values_end) - begin
+            self._reader.read(self._file, chunk.offset + begin, memory, needed)
+            if not self._checksums.match(chunk.first_byte + begin, buffer_of(memory)[:needed]):
+                what = f"the {needed} bytes of values from byte {chunk.first_byte + begin} on are not those written"
+                raise corrupted(self._file.path, f"{what} (their checksum is another)")
 
     def drain(self) -> None:
         """Blocks until nothing is being read; what has not begun is not read at all."""
+        self._stopped = True
         try:
-            for future in self._pending:
-                future.cancel()
-            while self._pending:
-                if not self._pending[-1].cancelled():
-                    self._pending[-1].exception()
-                self._pending.pop()
+            for _ in self._working:
+                self._tasks.put(None)
+            while self._working:
+                self._working[-1].exception()
+                self._working.pop()
         finally:
-            if self._pending:  # Ctrl-C while this waited, and the memory is still being written
+            if self._working:  # Ctrl-C while this waited, and the memory is still being written
                 self.drain()
+
+
+class _Piece(NamedTuple):
+    """What one thread reads at a time: of a chunk, from a byte on, into its part of the memory."""
+
+    chunk: Chunk
+    begin: int
+    memory: Tensor
+    done: SimpleQueue[BaseException | None]
 
 
 @contextmanager
@@ -178,19 +215,20 @@ def reading(
     reader: Reader,
     *,
     capacity: int,
-    max_elements: int,
+    threads: int,
     piece_bytes: int,
     checked: bool,
+    direct: bool = True,
 ) -> Iterator[tuple[ReadAhead, list[Chunk]]]:
     """Opens and checks a file, and plans its chunks. At the end of the block nothing is being read any more.
 
     Raises:
         SwapError: The file cannot be opened, or is not what the handle says.
     """
-    chunks, direct = plan_reads(swapped, capacity, max_elements, checked)
+    chunks, direct = plan_reads(swapped, capacity, checked, direct)
     checksums = swapped.checksums if checked else None
     with open_swapped(swapped, direct) as file:
-        ahead = ReadAhead(pool, reader, file, piece_bytes, checksums)
+        ahead = ReadAhead(pool, threads, reader, file, piece_bytes, checksums)
         try:
             yield ahead, chunks
         finally:

@@ -12,12 +12,13 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from ..errors import InvalidTensorError, NotATensorError, SwapSpaceError, swap_error
 from ..tensor_memory import describe, storage_problem
 from .checksums import BLOCK_BYTES, Checksums, checksums_of
-from .memory import ALIGNMENT_BYTES, aligned_empty, buffer_of, round_up
+from .memory import ALIGNMENT_BYTES, aligned_empty, round_up
 from .open_file import O_DIRECT
 from .swap_directory import OwnedFile, swap_directory
 from .swap_file import Header
@@ -121,7 +122,9 @@ class _Values:
 
     def __init__(self, tensor: Tensor, path: Path, header: Header) -> None:
         host = tensor if tensor.device.type == "cpu" else tensor.cpu()
-        self._flat = host.contiguous().view(-1)
+        plain = host.resolve_conj().resolve_neg().contiguous()
+        # numpy's copies stay in the thread that makes them, where each of torch's would start threads of its own.
+        self._bytes = plain.view(-1).view(torch.uint8).numpy()
         self._path = path
         self._header = header
         self._memory = threading.local()
@@ -130,17 +133,16 @@ class _Values:
 
     def write(self, begin: int) -> list[int]:
         """Writes one piece; returns the checksums of its blocks."""
-        size = self._flat.element_size()
-        numel = min(self.piece_bytes // size, self._flat.numel() - begin // size)
-        memory = self._piece_of_memory()
-        memory.narrow(0, 0, numel * size).view(self._flat.dtype).copy_(self._flat.narrow(0, begin // size, numel))
-        padded = round_up(numel * size, ALIGNMENT_BYTES)
-        memory.narrow(0, numel * size, padded - numel * size).zero_()
-        buffer = buffer_of(memory)
+        length = min(self.piece_bytes, len(self._bytes) - begin)
+        padded = round_up(length, ALIGNMENT_BYTES)
+        memory = self._piece_of_memory().numpy()
+        memory[:length] = self._bytes[begin : begin + length]
+        memory[length:padded] = 0
+        buffer: memoryview = memory.data
         self._write_all(buffer[:padded], self._header.offset_bytes + begin)
         if not self._header.block_bytes:
             return []
-        return [checksum for _, checksum in checksums_of(buffer[: numel * size], self._header.block_bytes)]
+        return checksums_of(buffer[:length], self._header.block_bytes)
 
     def _piece_of_memory(self) -> Tensor:
         memory: Tensor | None = getattr(self._memory, "piece", None)

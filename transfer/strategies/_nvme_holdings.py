@@ -10,7 +10,6 @@ import torch
 
 from accelerators import Accelerator
 
-from ..nvme.memory import ALIGNMENT_BYTES
 from ..scratch_lanes import ScratchLanes
 from ..staging_ring import StagingRing
 from ._nvme_routes import HostMemory
@@ -51,17 +50,7 @@ class NvmeHoldings:
         ring = self.rings.get(key)
         if ring is not None and not ring.closing:
             return ring
-        # Pinned memory begins at a page, as a rule; where it does not, each buffer needs room to be aligned.
-        ring = self._pinned_ring(key, accelerator, capacity, buffers)
-        if not ring.fits(capacity, ALIGNMENT_BYTES):
-            ring = self._pinned_ring(key, accelerator, capacity + ALIGNMENT_BYTES, buffers)
-        return ring
-
-    def _pinned_ring(
-        self, key: tuple[int, torch.device], accelerator: Accelerator, num_bytes: int, buffers: int
-    ) -> StagingRing:
-        self._drop_ring(key)
-        ring = self.rings[key] = StagingRing(accelerator, torch.uint8, num_bytes, key[1].index)
+        ring = self.rings[key] = StagingRing(accelerator, torch.uint8, capacity, device.index)
         try:
             ring.pin(buffers)
         except BaseException:
@@ -86,11 +75,11 @@ class NvmeHoldings:
         if not self._closing and not any(ring.closing for ring in tuple(self.rings.values())):
             return
         if os.getpid() == self._process:
+            for key in tuple(self.rings):  # whose guards are after everything on the lanes
+                self._drop_ring(key)
             for lanes_key, lanes in tuple(self.lanes.items()):
                 lanes.close()
                 self.lanes.pop(lanes_key, None)
-            for key in tuple(self.rings):
-                self._drop_ring(key)
             pool, self._pool = self._pool, None
             if pool is not None:
                 pool.shutdown()

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from accelerators import Accelerator
 
-from ..chunks import paired_chunks, views_of_range
+from ..chunks import plan_chunks, views_of_range
 from ..in_flight import FINISHED, EventCopy, InFlightCopy
-from ..nvme.memory import aligned, aligned_empty
+from ..nvme.memory import ALIGNMENT_BYTES, aligned_empty
 from ..nvme.read_ahead import Chunk
 from ..scratch_lanes import ScratchLanes
 from ..staging_ring import StagingBuffer, StagingRing
@@ -38,6 +38,11 @@ class Route(ABC):
         self._dtype = dtype
         self._counters = counters
 
+    @property
+    def is_aligned(self) -> bool:
+        """Whether files can be read into the memory past the page cache."""
+        return True
+
     @contextmanager
     def session(self) -> Iterator[None]:
         """The block in which memory is taken and chunks are delivered."""
@@ -56,15 +61,15 @@ class Route(ABC):
     def finish(self) -> InFlightCopy:
         """The copy, after the last chunk."""
 
-    def _pieces(self, chunk: Chunk, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Views of the destination, and the values that belong there."""
+    def _pieces(self, first: int, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Views of the destination from an element on, and the values that belong there."""
         offset = 0
-        for view in views_of_range(self._destination, chunk.first, chunk.first + chunk.numel):
+        for view in views_of_range(self._destination, first, first + values.numel()):
             yield view, values.narrow(0, offset, view.numel()).view(view.shape)
             offset += view.numel()
 
     def _values(self, chunk: Chunk, buffer: StagingBuffer) -> Tensor:
-        return aligned(buffer.memory, chunk.length).narrow(0, chunk.skip, chunk.num_bytes).view(self._dtype)
+        return buffer.memory.narrow(0, chunk.skip, chunk.num_bytes).view(self._dtype)
 
 
 class HostMemory:
@@ -105,7 +110,7 @@ class PlainRoute(Route):
 
     def deliver(self, chunk: Chunk, buffer: StagingBuffer) -> None:
         started = time.perf_counter()
-        for view, values in self._pieces(chunk, self._values(chunk, buffer)):
+        for view, values in self._pieces(chunk.first, self._values(chunk, buffer)):
             self._accelerator.enqueue_copy(view, values)
         self._settle()
         self._counters.add(pieces=1, wait_seconds=time.perf_counter() - started)
@@ -144,15 +149,21 @@ class HostCastRoute(PlainRoute):
             yield
 
     def deliver(self, chunk: Chunk, buffer: StagingBuffer) -> None:
+        values = self._values(chunk, buffer)
+        most = self._ring.chunk_elements // self._destination.element_size()
+        for offset, length in plan_chunks(chunk.numel, most):  # several where the destination's dtype is wider
+            self._stage(chunk.first + offset, values.narrow(0, offset, length))
+
+    def _stage(self, first: int, values: Tensor) -> None:
         started = time.perf_counter()
         staging = self._ring.acquire()
         acquired = time.perf_counter()
         dtype = self._destination.dtype
-        staged = staging.memory.narrow(0, 0, chunk.numel * dtype.itemsize).view(dtype)
-        staged.copy_(self._values(chunk, buffer))
+        staged = staging.memory.narrow(0, 0, values.numel() * dtype.itemsize).view(dtype)
+        staged.copy_(values)
         cast = time.perf_counter()
-        for view, values in self._pieces(chunk, staged):
-            self._accelerator.enqueue_copy(view, values)
+        for view, piece in self._pieces(first, staged):
+            self._accelerator.enqueue_copy(view, piece)
         self._event = self._accelerator.Event()  # type: ignore[misc]  # not None: the strategy has checked
         self._event.record()
         staging.guard(self._event)
@@ -178,9 +189,13 @@ class DeviceCastRoute(Route):
         self._ring = ring
         self._lanes = lanes
 
+    @property
+    def is_aligned(self) -> bool:
+        return self._ring.is_aligned(ALIGNMENT_BYTES)
+
     @contextmanager
     def session(self) -> Iterator[None]:
-        with super().session(), self._ring.session():
+        with super().session(), self._ring.session(), self._lanes.session():
             yield
 
     def acquire(self) -> StagingBuffer:
@@ -190,21 +205,9 @@ class DeviceCastRoute(Route):
         return buffer
 
     def deliver(self, chunk: Chunk, buffer: StagingBuffer) -> None:
-        most = self._lanes.chunk_elements
-        values = self._pieces(chunk, self._values(chunk, buffer))
-        pieces = [part for piece in values for part in paired_chunks(*piece, most)]
-        buffer.guard(_Guard(self._lanes.cross(pieces, self._destination, buffer.memory, self._counters)))
-        self._counters.add(pieces=len(pieces))
+        pieces = self._pieces(chunk.first, self._values(chunk, buffer))
+        buffer.guard(self._lanes.send(pieces))
+        self._counters.add(pieces=1)
 
     def finish(self) -> InFlightCopy:
         return self._lanes.latest(self._destination, self._counters)
-
-
-class _Guard:
-    """A copy in flight, asked as an event is."""
-
-    def __init__(self, copy: InFlightCopy) -> None:
-        self._copy = copy
-
-    def synchronize(self) -> None:
-        self._copy.wait()

@@ -17,7 +17,8 @@ from ..config_fields import BufferCount, Cast, Directory, Elements, Flag, Reader
 from ..errors import ConfigError, FallbackWarning
 from ..exclusive import REFUSALS, ExclusiveTransfer
 from ..in_flight import InFlightCopy
-from ..nvme.memory import ALIGNMENT_BYTES, aligned, round_up
+from ..nvme.checksums import BLOCK_BYTES
+from ..nvme.memory import ALIGNMENT_BYTES, round_up
 from ..nvme.read_ahead import Chunk, reading
 from ..nvme.readers import Reader, make_reader
 from ..nvme.swap_out import swap_out
@@ -29,6 +30,9 @@ from ..warn import warn_caller
 from ._nvme_holdings import NvmeHoldings
 from ._nvme_routes import DeviceCastRoute, HostCastRoute, HostMemory, PlainRoute, Route
 from .pinned_staged import PinnedStagedTransfer
+
+#: One casts on the device while the other fills.
+_LANES = 2
 
 
 class NvmeSwappedConfig(StrategyConfig):
@@ -52,7 +56,7 @@ class NvmeSwappedConfig(StrategyConfig):
     cast: Cast = "device"
     reader: ReaderName = "posix"
     threads: ThreadCount = 8
-    block_bytes: SizeBytes = 2**21
+    block_bytes: SizeBytes = 2**22
     checksums: Flag = True
 
     @property
@@ -62,13 +66,13 @@ class NvmeSwappedConfig(StrategyConfig):
 
     @property
     def pinned_bytes(self) -> int:
-        """Bytes of pinned memory for each device; 4096 more a buffer where it does not begin at a page."""
+        """Bytes of pinned memory for each device."""
         return self.chunk_bytes * self.buffers
 
     @property
     def scratch_bytes(self) -> int:
         """Bytes of device memory for each device and source dtype, where the device casts."""
-        return self.chunk_bytes
+        return self.chunk_bytes * _LANES
 
 
 class NvmeSwappedTransfer(ExclusiveTransfer):
@@ -126,7 +130,12 @@ class NvmeSwappedTransfer(ExclusiveTransfer):
         if self.config.path is None:
             raise ConfigError("set `nvme_swapped.path` to the directory that values should be swapped out to")
         return swap_out(
-            tensor, self.config.path, name, checksums=bool(self.config.checksums), threads=self.config.threads
+            tensor,
+            self.config.path,
+            name,
+            checksums=bool(self.config.checksums),
+            threads=self.config.threads,
+            block_bytes=min(BLOCK_BYTES, self.config.chunk_bytes),
         )
 
     def _crosses(self, accelerator: Accelerator, destination: Tensor, source: Any) -> bool:  # noqa: ARG002
@@ -135,7 +144,7 @@ class NvmeSwappedTransfer(ExclusiveTransfer):
     def _cross(self, accelerator: Accelerator, destination: Tensor, source: SwappedTensor) -> InFlightCopy:
         self._held.release()  # where an earlier close was interrupted
         route = self._route(accelerator, destination, source.dtype)
-        return self._read(route, self._held.pool(self.config.threads), destination, source)
+        return self._read(route, self._held.pool(self.config.threads), source)
 
     def _cross_inside(self, accelerator: Accelerator, destination: Tensor, source: Any) -> InFlightCopy:
         if not isinstance(source, SwappedTensor):
@@ -143,22 +152,21 @@ class NvmeSwappedTransfer(ExclusiveTransfer):
         memory = HostMemory(self.config.chunk_bytes, self.config.buffers)
         route = PlainRoute(accelerator, destination, source.dtype, self._counters, memory)
         with ThreadPoolExecutor(self.config.threads) as pool:
-            return self._read(route, pool, destination, source)
+            return self._read(route, pool, source)
 
-    def _read(self, route: Route, pool: ThreadPoolExecutor, destination: Tensor, source: SwappedTensor) -> InFlightCopy:
+    def _read(self, route: Route, pool: ThreadPoolExecutor, source: SwappedTensor) -> InFlightCopy:
         """The pipeline: chunk ``k`` is delivered while the ones behind it are read."""
-        capacity = self.config.chunk_bytes
         with (
             route.session(),
             reading(
                 source,
                 pool,
                 self._reader_in_use(),
-                capacity=capacity,
-                # A chunk that is cast on the host has to fit in both dtypes.
-                max_elements=capacity // max(source.element_size(), destination.element_size()),
+                capacity=self.config.chunk_bytes,
+                threads=self.config.threads,
                 piece_bytes=self.config.block_bytes or ALIGNMENT_BYTES,
                 checked=bool(self.config.checksums),
+                direct=route.is_aligned,
             ) as (ahead, chunks),
         ):
             pending: deque[tuple[Chunk, StagingBuffer, Callable[[], None]]] = deque()
@@ -166,7 +174,7 @@ class NvmeSwappedTransfer(ExclusiveTransfer):
                 if len(pending) == max(1, self.config.buffers - 1):
                     self._deliver(route, *pending.popleft())
                 buffer = route.acquire()
-                pending.append((chunk, buffer, ahead.start(chunk, aligned(buffer.memory, chunk.length))))
+                pending.append((chunk, buffer, ahead.start(chunk, buffer.memory.narrow(0, 0, chunk.length))))
             while pending:
                 self._deliver(route, *pending.popleft())
             return route.finish()
@@ -214,8 +222,8 @@ class NvmeSwappedTransfer(ExclusiveTransfer):
         key = (id(accelerator), destination.device, dtype)
         lanes = self._held.lanes.get(key)
         if lanes is None:
-            elements = self.config.chunk_bytes // 2 // dtype.itemsize
-            lanes = ScratchLanes(accelerator, dtype, elements, 2, destination.device.index)
+            elements = self.config.chunk_bytes // dtype.itemsize
+            lanes = ScratchLanes(accelerator, dtype, elements, _LANES, destination.device.index)
             error = lanes.allocate()
             if error is not None:
                 self._no_scratch_on = accelerator
