@@ -9,7 +9,7 @@ import torch
 from accelerators import deepspeed_aio, get_accelerator
 from tests.cli import strategies
 from tests.running import run_python
-from transfer import StrategyUnavailableError, register_strategy, unregister_strategy
+from transfer import NvmeSwappedConfig, StrategyUnavailableError, register_strategy, unregister_strategy
 from transfer.cli import bench, copy_report, copy_schemes, nvme_baselines
 from transfer.cli.baselines import RING
 from transfer.cli.copy_figures import with_figures
@@ -59,7 +59,11 @@ def report_of(capsys, *arguments):
 def test_a_file_is_read_in_every_way(capsys, tmp_path, no_aio):
     status, report = report_of(capsys, *SMALL, "--nvme", str(tmp_path), "--elements", "5000", "2^16")
     assert status == 0
-    assert report["nvme"] == {"file_system": file_system(tmp_path), "threads": 8, "block_bytes": 2**21}
+    assert report["nvme"] == {
+        "file_system": file_system(tmp_path),
+        "threads": 8,
+        "block_bytes": NvmeSwappedConfig().block_bytes,
+    }
     for elements in (5000, 2**16):
         rows = {one["scheme"]: one for one in report["measurements"] if one["elements"] == elements}
         assert [name for name, one in rows.items() if one["from_file"]] == FILE_ROWS

@@ -86,7 +86,7 @@ def test_o_direct_is_refused_at_once_or_at_the_first_write(tmp_path, monkeypatch
             raise OSError(errno.EINVAL, "no direct access here")
         return real(*given)
 
-    monkeypatch.setattr(tune_drive.os, refuses, refusing)
+    monkeypatch.setattr(os, refuses, refusing)
     assert measure_drive(str(tmp_path), Ranks(), SMALL)["direct"] is False
 
 
@@ -102,7 +102,7 @@ def test_the_file_goes_whatever_happens(tmp_path, monkeypatch, call, error, afte
             raise error
         return real(*given)
 
-    monkeypatch.setattr(tune_drive.os, call, failing)
+    monkeypatch.setattr(os, call, failing)
     with pytest.raises(SwapError if isinstance(error, OSError) else KeyboardInterrupt):
         measure_drive(str(tmp_path), Ranks(), SMALL)
     assert len(calls) > after
@@ -126,7 +126,7 @@ def test_bytes_and_time_are_bounded(tmp_path, monkeypatch):
     moved = []
     for name in ("pwritev", "preadv"):
         real = getattr(os, name)
-        monkeypatch.setattr(tune_drive.os, name, lambda *given, real=real: moved.append(real(*given)) or moved[-1])
+        monkeypatch.setattr(os, name, lambda *given, real=real: moved.append(real(*given)) or moved[-1])
     measure_drive(str(tmp_path), Ranks(), Bounds(file_bytes=2**23, cell_seconds=60))
     assert sum(moved) <= 2**23 * (1 + 2 * len(CELLS))
     moved.clear()

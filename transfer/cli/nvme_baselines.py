@@ -14,12 +14,12 @@ from torch import Tensor
 from accelerators import Accelerator, deepspeed_aio
 
 from ..errors import StrategyUnavailableError
-from ..nvme.memory import ALIGNMENT_BYTES, aligned_empty, round_down, round_up
-from ..nvme.read_ahead import reading
-from ..nvme.readers import make_reader
+from ..nvme.memory import ALIGNMENT_BYTES, aligned_empty, buffer_of, round_down, round_up
+from ..nvme.open_file import O_DIRECT, opened
 from ..nvme.swapped_tensor import SwappedTensor
 from ..registry import get_strategy
 from .baselines import Baseline
+from .raw_io import in_blocks, read_block
 
 #: Names that other figures refer to. The first is followed by how many threads read.
 RAW_READ = "raw read"
@@ -38,6 +38,7 @@ class RawRead(Baseline):
 
     def __init__(self, accelerator: Accelerator, dtype: torch.dtype, threads: int, block_bytes: int) -> None:
         super().__init__(accelerator, dtype)
+        self._threads = threads
         self._block_bytes = block_bytes
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="h2d-bench-read")
         self._memory: Tensor | None = None
@@ -53,19 +54,13 @@ class RawRead(Baseline):
     def _copy(self, destination: Tensor, source: Any) -> None:  # noqa: ARG002 - nothing reaches the device
         memory = self._memory
         assert memory is not None, "prepare comes first"  # noqa: S101
-        capacity = memory.numel()
-        reader, _ = make_reader("posix")
-        with reading(
-            source,
-            self._pool,
-            reader,
-            capacity=capacity,
-            max_elements=capacity,
-            piece_bytes=self._block_bytes,
-            checked=False,
-        ) as (ahead, chunks):
-            for chunk in chunks:  # one
-                ahead.start(chunk, memory)()
+        buffer = buffer_of(memory)
+        with opened(source.path, O_DIRECT) as descriptor:
+
+            def move(_thread: int, offset: int, length: int) -> None:
+                read_block(descriptor, buffer[offset : offset + length], source.offset_bytes + offset)
+
+            in_blocks(self._pool, self._threads, memory.numel(), self._block_bytes, move)
 
 
 class SwapBuffer(Baseline):

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import swap_error
-from ..nvme.memory import ALIGNMENT_BYTES, aligned_empty, buffer_of, round_down
+from ..nvme.memory import ALIGNMENT_BYTES, aligned_empty, buffer_of
 from ..nvme.mounts import file_system
 from ..nvme.open_file import O_DIRECT
 from ..nvme.swap_directory import OwnedFile, swap_directory
 from .ranks import Ranks
+from .raw_io import in_blocks, read_block, write_block
 
 #: `nvme_swapped` reads one chunk of 16 MiB after the other: larger blocks would leave threads without work.
 BLOCKS = (2**18, 2**20, 2**21, 2**22)
@@ -111,32 +112,17 @@ class _File:
         """
         if not self._direct and not writes and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        numbers = itertools.count()
-        blocks = max(1, most_bytes // block_bytes)
-        block_bytes = min(block_bytes, round_down(most_bytes, ALIGNMENT_BYTES))
+        block = write_block if writes else read_block
+
+        def move(thread: int, offset: int, length: int) -> None:
+            block(self._descriptor, buffer_of(self._memory[thread])[:length], offset)
+
+        most_bytes -= most_bytes % min(block_bytes, most_bytes)  # whole blocks
         started = time.perf_counter()
-
-        def work(memory: memoryview) -> int:
-            num_bytes = 0
-            for number in numbers:  # shared by the threads
-                if number >= blocks or (num_bytes and time.perf_counter() - started > most_seconds):
-                    break
-                self._block(writes, memory[:block_bytes], number * block_bytes)
-                num_bytes += block_bytes
-            return num_bytes
-
-        total = sum(self._pool.map(work, [buffer_of(memory) for memory in self._memory[:threads]]))
+        moved = in_blocks(self._pool, threads, most_bytes, block_bytes, move, most_seconds)
         if writes and not self._direct:  # else it would be the page cache that is written to
             os.fsync(self._descriptor)
-        return total, time.perf_counter() - started
-
-    def _block(self, writes: bool, memory: memoryview, offset: int) -> None:
-        call = os.pwritev if writes else os.preadv
-        while memory:
-            done = call(self._descriptor, [memory], offset)
-            if done == 0:
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
-            memory, offset = memory[done:], offset + done
+        return moved, time.perf_counter() - started
 
 
 @contextlib.contextmanager
