@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 #: Of each handle: bytes a request, and requests at once.
 _BLOCK_BYTES = 2**20
@@ -44,11 +43,20 @@ def make_handle(threads: int = 1) -> Any:
     return _load().aio_handle(_BLOCK_BYTES, _QUEUE_DEPTH, False, True, threads)
 
 
-def may_lock(memory: Tensor) -> bool:
-    """Whether the op can read into this memory: it locks a copy of what is not pinned, and aborts if it may not."""
-    if torch.cuda.is_available() and memory.is_pinned():
-        return True
-    return _lock_limit_bytes() >= 2 * memory.nbytes
+def read(handle: Any, memory: memoryview, path: str, offset: int) -> bool:
+    """Fills memory from a file, in whole units of 512 bytes that all lie in the file; False where it could not.
+
+    Args:
+        handle: Of the calling thread alone.
+        memory: Where to. What is not pinned, the op reads into a locked copy first.
+        path: The file.
+        offset: In the file.
+    """
+    tensor = torch.frombuffer(memory, dtype=torch.uint8)
+    # The op aborts the process where it may not lock that copy.
+    if not (torch.cuda.is_available() and tensor.is_pinned()) and _lock_limit_bytes() < 2 * tensor.nbytes:
+        return False
+    return int(handle.sync_pread(tensor, path, offset)) == 1
 
 
 def may_lock_bytes(num_bytes: int) -> bool:

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import xxhash
 
-#: Bytes of values under one checksum. Reads are multiples of it, as nothing is used before it was checked;
-#: smaller ones cost more, for what Python does around each.
-BLOCK_BYTES = 2**20
+#: Bytes of values under one checksum. Reads are multiples of it, as nothing is used before it was checked.
+#: Smaller ones cost more on fast drives, for what Python does around each.
+BLOCK_BYTES = 2**22
 
 
 @dataclass(frozen=True)
@@ -34,15 +34,18 @@ class Checksums:
         """From the checksum of each block, in order."""
         return cls(block_bytes, struct.pack(f"<{len(values)}Q", *values))
 
-    def match(self, offset_bytes: int, block: memoryview) -> bool:
-        """Whether a block has the checksum that it was written with.
+    def first_mismatch(self, offset_bytes: int, memory: memoryview) -> int | None:
+        """Where the first wrong block begins, counted from the first value, or None if all are right.
 
         Args:
-            offset_bytes: Where it begins, counted from the first value; a multiple of ``block_bytes``.
-            block: All of it; the last one ends with the last value.
+            offset_bytes: Where ``memory`` lies, counted from the first value; a multiple of ``block_bytes``.
+            memory: Whole blocks, or everything up to the last value.
         """
-        (expected,) = struct.unpack_from("<Q", self.table, offset_bytes // self.block_bytes * 8)
-        return xxhash.xxh3_64_intdigest(block) == expected
+        found = checksums_of(memory, self.block_bytes)
+        expected = struct.unpack_from(f"<{len(found)}Q", self.table, offset_bytes // self.block_bytes * 8)
+        wrong = (number for number, pair in enumerate(zip(found, expected, strict=True)) if pair[0] != pair[1])
+        number = next(wrong, None)
+        return None if number is None else offset_bytes + number * self.block_bytes
 
 
 def checksums_of(memory: memoryview, block_bytes: int) -> list[int]:

@@ -11,11 +11,9 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, NamedTuple
 
-from torch import Tensor
-
 from ..errors import SwapError
 from .checksums import Checksums
-from .memory import ALIGNMENT_BYTES, buffer_of, round_down, round_up
+from .memory import ALIGNMENT_BYTES, round_down, round_up
 from .open_file import OpenFile, open_swapped
 from .readers import Reader
 from .swap_file import corrupted
@@ -96,8 +94,9 @@ def plan_reads(swapped: SwappedTensor, capacity: int, checked: bool, direct: boo
 class ReadAhead:
     """Reads pieces of chunks on threads. Made by ``reading``, which also ends it.
 
-    Each thread takes the next piece from one queue until the file is read: there is no object with a lock for
-    each piece, since what the threads do under the interpreter's lock is what bounds them on fast drives.
+    Each thread takes the next piece from one queue until the file is read. On fast drives, what bounds them is how
+    often they hand the interpreter's lock to each other: so there is one system call and one checksum for a
+    piece, no lock of its own, and no operation of torch, each of which gives the interpreter's lock away too.
 
     Args:
         pool: The threads.
@@ -129,19 +128,19 @@ class ReadAhead:
             for _ in range(threads):
                 self._working.append(pool.submit(self._work))
 
-    def start(self, chunk: Chunk, memory: Tensor) -> Callable[[], None]:
+    def start(self, chunk: Chunk, memory: memoryview) -> Callable[[], None]:
         """Begins to read a chunk.
 
         Args:
             chunk: Which.
-            memory: ``chunk.length`` bytes, which belong to the read until it is waited for.
+            memory: At least ``chunk.length`` bytes, which belong to the read until it is waited for.
 
         Returns:
             Blocks until the chunk is there, and raises what reading it raised.
         """
         done: SimpleQueue[BaseException | None] = SimpleQueue()
         pieces = [
-            _Piece(chunk, begin, memory.narrow(0, begin, min(self._piece_bytes, chunk.length - begin)), done)
+            _Piece(chunk, begin, memory[begin : min(begin + self._piece_bytes, chunk.length)], done)
             for begin in range(0, chunk.length, self._piece_bytes)
         ]
         for piece in pieces:
@@ -170,20 +169,16 @@ class ReadAhead:
             piece.done.put(error)
 
     def _read(self, piece: _Piece) -> None:
-        chunk, end = piece.chunk, piece.begin + piece.memory.numel()
-        values_end = chunk.skip + chunk.num_bytes
+        chunk, begin = piece.chunk, piece.begin
+        needed = min(begin + len(piece.memory), chunk.skip + chunk.num_bytes) - begin
+        self._reader.read(self._file, chunk.offset + begin, piece.memory, needed)
         if self._checksums is None:
-            self._reader.read(self._file, chunk.offset + piece.begin, piece.memory, min(end, values_end) - piece.begin)
             return
-        block = self._checksums.block_bytes
-        # Each block by itself: what was just read is still in this core's cache.
-        for begin in range(piece.begin, end, block):
-            memory = piece.memory.narrow(0, begin - piece.begin, min(block, end - begin))
-            needed = min(begin + block, values_end) - begin
-            self._reader.read(self._file, chunk.offset + begin, memory, needed)
-            if not self._checksums.match(chunk.first_byte + begin, buffer_of(memory)[:needed]):
-                what = f"the {needed} bytes of values from byte {chunk.first_byte + begin} on are not those written"
-                raise corrupted(self._file.path, f"{what} (their checksum is another)")
+        wrong = self._checksums.first_mismatch(chunk.first_byte + begin, piece.memory[:needed])
+        if wrong is not None:
+            block = self._checksums.block_bytes
+            what = f"the {block} bytes of values from byte {wrong} on are not those that were written"
+            raise corrupted(self._file.path, f"{what} (their checksum is another)")
 
     def drain(self) -> None:
         """Blocks until nothing is being read; what has not begun is not read at all."""
@@ -204,7 +199,7 @@ class _Piece(NamedTuple):
 
     chunk: Chunk
     begin: int
-    memory: Tensor
+    memory: memoryview
     done: SimpleQueue[BaseException | None]
 
 

@@ -7,12 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from .memory import ALIGNMENT_BYTES, aligned_empty, round_up
+from .memory import ALIGNMENT_BYTES, aligned_empty, buffer_of, round_up
 from .read_ahead import reading
 from .readers import make_reader
 from .swapped_tensor import SwappedTensor
 
-_PIECE_BYTES = 2**21
+_PIECE_BYTES = 2**22
 
 
 def swap_in(swapped: SwappedTensor, *, checksums: bool = True, threads: int = 8, reader: str = "posix") -> Tensor:
@@ -52,5 +52,5 @@ def swap_in(swapped: SwappedTensor, *, checksums: bool = True, threads: int = 8,
         ) as (ahead, chunks),
     ):
         (chunk,) = chunks
-        ahead.start(chunk, memory)()
+        ahead.start(chunk, buffer_of(memory))()
     return memory.narrow(0, chunk.skip, chunk.num_bytes).view(swapped.dtype).view(swapped.shape)

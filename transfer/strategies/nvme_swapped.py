@@ -18,7 +18,7 @@ from ..errors import ConfigError, FallbackWarning
 from ..exclusive import REFUSALS, ExclusiveTransfer
 from ..in_flight import InFlightCopy
 from ..nvme.checksums import BLOCK_BYTES
-from ..nvme.memory import ALIGNMENT_BYTES, round_up
+from ..nvme.memory import ALIGNMENT_BYTES, buffer_of, round_up
 from ..nvme.read_ahead import Chunk, reading
 from ..nvme.readers import Reader, make_reader
 from ..nvme.swap_out import swap_out
@@ -174,7 +174,7 @@ class NvmeSwappedTransfer(ExclusiveTransfer):
                 if len(pending) == max(1, self.config.buffers - 1):
                     self._deliver(route, *pending.popleft())
                 buffer = route.acquire()
-                pending.append((chunk, buffer, ahead.start(chunk, buffer.memory.narrow(0, 0, chunk.length))))
+                pending.append((chunk, buffer, ahead.start(chunk, buffer_of(buffer.memory))))
             while pending:
                 self._deliver(route, *pending.popleft())
             return route.finish()

@@ -10,8 +10,6 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from torch import Tensor
-
 from accelerators import deepspeed_aio
 
 from ..open_file import OpenFile
@@ -36,15 +34,14 @@ class AioReader(Reader):
         self._posix = PosixReader()
         self._handles = threading.local()
 
-    def read(self, file: OpenFile, offset: int, memory: Tensor, needed: int) -> None:
-        length = memory.numel()
+    def read(self, file: OpenFile, offset: int, memory: memoryview, needed: int) -> None:
+        length = len(memory)
         fits = offset % _UNIT_BYTES == 0 and length % _UNIT_BYTES == 0 and offset + length <= file.size
         # By its descriptor: the path might lead to another file by now.
         if not (
             fits
             and file.direct is not None
-            and deepspeed_aio.may_lock(memory)
-            and self._handle().sync_pread(memory, f"/proc/self/fd/{file.direct}", offset) == 1
+            and deepspeed_aio.read(self._handle(), memory, f"/proc/self/fd/{file.direct}", offset)
         ):
             self._posix.read(file, offset, memory, needed)
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import errno
 import os
 
-from torch import Tensor
-
 from ...errors import SwapCorruptedError, swap_error
-from ..memory import ALIGNMENT_BYTES, buffer_of, round_down
+from ..memory import ALIGNMENT_BYTES, round_down
 from ..open_file import OpenFile
 from .reader import Reader
 
@@ -18,15 +16,14 @@ class PosixReader(Reader):
 
     name = "posix"
 
-    def read(self, file: OpenFile, offset: int, memory: Tensor, needed: int) -> None:
-        buffer = buffer_of(memory)
+    def read(self, file: OpenFile, offset: int, memory: memoryview, needed: int) -> None:
         done = 0
         while done < needed:
             direct = file.direct
             # A direct read that ended early goes on from an aligned place.
             done = done if direct is None else round_down(done, ALIGNMENT_BYTES)
             try:
-                got = os.preadv(file.descriptor if direct is None else direct, [buffer[done:]], offset + done)
+                got = os.preadv(file.descriptor if direct is None else direct, [memory[done:]], offset + done)
             except OSError as error:
                 if direct is not None and error.errno == errno.EINVAL:
                     file.refuse_direct()

@@ -5,8 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
-from torch import Tensor
-
 from ..open_file import OpenFile
 
 #: The names that a configuration may say.
@@ -20,14 +18,14 @@ class Reader(ABC):
     name: ClassVar[str]
 
     @abstractmethod
-    def read(self, file: OpenFile, offset: int, memory: Tensor, needed: int) -> None:
+    def read(self, file: OpenFile, offset: int, memory: memoryview, needed: int) -> None:
         """Fills ``memory`` from the file; blocks until it is done.
 
         Args:
             file: Where from. Where it reads directly, ``offset``, the address and the length of ``memory``
                 are aligned.
             offset: Of the first byte.
-            memory: A contiguous uint8 host tensor.
+            memory: Bytes to write to.
             needed: So many of its bytes must come from the file; the rest may lie beyond its end.
 
         Raises:
