@@ -1,5 +1,6 @@
 """``h2d bench --nvme``: rows for values in a file, what bounds them, and what DeepSpeed does with such a file."""
 
+import errno
 import json
 import os
 
@@ -197,8 +198,16 @@ def test_wrong_bits_from_a_file_fail_the_command(capsys, tmp_path, no_aio):
     assert [one["scheme"] for one in report["measurements"] if one["right_bits"] is False] == ["spoilt"]
 
 
-def test_the_page_cache_is_never_measured(capsys, tmp_path, monkeypatch, no_aio):
-    monkeypatch.setattr(open_file, "_open_direct", lambda *_given: None)
+@pytest.mark.parametrize("refuses", ["open", "preadv"])
+def test_the_page_cache_is_never_measured(capsys, tmp_path, monkeypatch, no_aio, refuses):
+    real = getattr(os, refuses)
+
+    def refusing(*given):
+        if refuses == "preadv" or (given[1] & open_file.O_DIRECT):
+            raise OSError(errno.EINVAL, "no direct access here")
+        return real(*given)
+
+    monkeypatch.setattr(os, refuses, lambda *given, **how: refusing(*given) if not how else real(*given, **how))
     status, report = report_of(capsys, *SMALL, "--nvme", str(tmp_path))
     assert status == 0
     assert not [one for one in report["measurements"] if one["from_file"]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,14 +15,14 @@ from accelerators import Accelerator
 from ..config import TransferConfig
 from ..errors import StrategyUnavailableError
 from ..interface import HostToDeviceTransfer
-from ..nvme.memory import ALIGNMENT_BYTES, aligned_empty
-from ..nvme.open_file import open_swapped
-from ..nvme.readers import make_reader
+from ..nvme.memory import ALIGNMENT_BYTES, aligned_empty, buffer_of
+from ..nvme.open_file import O_DIRECT, opened
 from ..nvme.swap_out import swap_out
 from ..nvme.swapped_tensor import SwappedTensor
 from ..registry import get_strategy
 from .baselines import make_baselines
 from .nvme_baselines import make_file_baselines
+from .raw_io import read_block
 
 NVME_SWAPPED = "nvme_swapped"
 #: Names of rows, and what of the section ``nvme_swapped`` is set for them.
@@ -104,13 +105,21 @@ def swap_out_for_reading(source: Tensor, directory: str) -> SwappedTensor:
         StrategyUnavailableError: It can only be read through the page cache, which would be measured then.
     """
     swapped = swap_out(source, directory, "h2d-bench")
-    with open_swapped(swapped) as file:
-        if file.direct is not None:
-            make_reader("posix")[0].read(file, swapped.offset_bytes, aligned_empty(ALIGNMENT_BYTES), 1)
-        direct = file.direct is not None
-    if not direct:
+    if not _reads_directly(swapped):
         swapped.delete()
         raise StrategyUnavailableError(
             f"The file system at {directory} refuses O_DIRECT: what would be measured is the page cache."
         )
     return swapped
+
+
+def _reads_directly(swapped: SwappedTensor) -> bool:
+    """Whether the file can be read past the page cache; some file systems refuse it only when they read."""
+    try:
+        with opened(swapped.path, O_DIRECT) as descriptor:
+            read_block(descriptor, buffer_of(aligned_empty(ALIGNMENT_BYTES)), swapped.offset_bytes)
+    except OSError as error:
+        if error.errno == errno.EINVAL:
+            return False
+        raise
+    return bool(O_DIRECT)
