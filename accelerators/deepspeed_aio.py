@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +31,16 @@ def unavailable_reason() -> str | None:
     return None
 
 
-def make_handle() -> Any:
-    """A handle that reads in the calling thread.
+def make_handle(threads: int = 1) -> Any:
+    """A handle of the op.
+
+    Args:
+        threads: How many share each request. With one, the calling thread reads.
 
     Raises:
         Exception: What loading the op raises where ``unavailable_reason`` gives one.
     """
-    return _load().aio_handle(_BLOCK_BYTES, _QUEUE_DEPTH, False, True, 1)
+    return _load().aio_handle(_BLOCK_BYTES, _QUEUE_DEPTH, False, True, threads)
 
 
 def read(handle: Any, memory: memoryview, path: str, offset: int) -> bool:
@@ -52,6 +57,11 @@ def read(handle: Any, memory: memoryview, path: str, offset: int) -> bool:
     if not (torch.cuda.is_available() and tensor.is_pinned()) and _lock_limit_bytes() < 2 * tensor.nbytes:
         return False
     return int(handle.sync_pread(tensor, path, offset)) == 1
+
+
+def may_lock_bytes(num_bytes: int) -> bool:
+    """Whether the process may lock so much more memory: where it may not, ``new_cpu_locked_tensor`` aborts it."""
+    return _lock_limit_bytes() >= num_bytes + _locked_bytes()
 
 
 class _NotThereError(Exception):
@@ -72,9 +82,11 @@ def _load() -> Any:
         )
     if not (folder / f"{builder.name}.so").exists():
         raise _NotThereError("DeepSpeed's aio op is not built; its first use by DeepSpeed builds it, in minutes.")
-    if not builder.is_compatible(verbose=False):
-        raise _NotThereError("DeepSpeed's aio op does not fit this machine: it needs libaio (package libaio-dev).")
-    return builder.load(verbose=False)
+    # DeepSpeed asks the standard error for its descriptor, and takes a replaced one, without one, for a missing libaio.
+    with contextlib.redirect_stderr(sys.__stderr__ or sys.stderr):
+        if not builder.is_compatible(verbose=False):
+            raise _NotThereError("DeepSpeed's aio op does not fit this machine: it needs libaio (package libaio-dev).")
+        return builder.load(verbose=False)
 
 
 def _build_folder(name: str) -> Path:
@@ -87,10 +99,21 @@ def _build_folder(name: str) -> Path:
 def _lock_limit_bytes() -> int:
     import resource
 
-    try:
-        status = Path("/proc/self/status").read_text()
-        effective = next(int(line.split()[1], 16) for line in status.splitlines() if line.startswith("CapEff:"))
-    except (OSError, StopIteration):
-        effective = _CAP_IPC_LOCK if os.geteuid() == 0 else 0
+    capabilities = _status("CapEff")
+    effective = (_CAP_IPC_LOCK if os.geteuid() == 0 else 0) if capabilities is None else int(capabilities, 16)
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return 2**62 if effective & _CAP_IPC_LOCK or soft == resource.RLIM_INFINITY else soft
+
+
+def _locked_bytes() -> int:
+    """What this process has locked already."""
+    return 1024 * int(_status("VmLck") or 0)
+
+
+def _status(key: str) -> str | None:
+    """The first word that the kernel says of this process under ``key``, or None where it says nothing."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return None
+    return next((line.split()[1] for line in lines if line.startswith(f"{key}:")), None)

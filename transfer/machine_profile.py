@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BeforeValidator, Field, StrictStr, field_validator
+from pydantic import BeforeValidator, Field, StrictBool, StrictStr, field_validator
 
 from accelerators import Accelerator
 from accelerators.hardware import cores, cpu_model, device_name
@@ -104,6 +104,35 @@ class PageableTime(ConfigModel):
     seconds: Positive
 
 
+class DriveRate(ConfigModel):
+    """How fast ``threads`` read, or write, a file in blocks of ``block_bytes``."""
+
+    block_bytes: Count
+    threads: Count
+    bytes_per_second: Positive
+
+
+class Drive(ConfigModel):
+    """The file system of one directory, measured with one file for each rank.
+
+    Attributes:
+        file_system: Its type, such as ``ext4``.
+        direct: Whether the files were written and read past the page cache. False: these are not quite the drive's
+            own rates.
+        read: Every combination that was measured.
+        write: As ``read``; over what the file held before.
+        best_read: The one with the fewest threads, and then the smallest blocks, of those that are fast.
+        best_write: As ``best_read``.
+    """
+
+    file_system: StrictStr
+    direct: StrictBool
+    read: tuple[DriveRate, ...]
+    write: tuple[DriveRate, ...]
+    best_read: DriveRate
+    best_write: DriveRate
+
+
 class MachineProfile(ConfigModel):
     """Measurements of one machine: the slowest rank's medians. Frozen, picklable, cheap to hash.
 
@@ -125,6 +154,7 @@ class MachineProfile(ConfigModel):
         mapped_elements_per_second: fp32 in page-locked host memory, read by the device and cast to bf16.
         page_lock_seconds_per_gib: For page-locking existing memory in place, once.
         host_update_elements_per_second: Of an Adam update on the host, behind which a deferred copy hides.
+        drive: Where `h2d tune --nvme` was asked for.
         lacks: Each capability that strategies need and the machine has not, and why, as one sentence.
     """
 
@@ -141,6 +171,7 @@ class MachineProfile(ConfigModel):
     mapped_elements_per_second: Positive | None = None
     page_lock_seconds_per_gib: Positive | None = None
     host_update_elements_per_second: Positive
+    drive: Drive | None = None
     lacks: dict[StrictStr, StrictStr] = Field(default_factory=dict)
 
     @field_validator("wire", "host_cast", "pageable")

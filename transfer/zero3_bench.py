@@ -1,17 +1,17 @@
 """The worker of ``h2d bench zero3``: one engine takes its steps with every copy-back in turn.
 
 Masters are ordinary memory for the schemes that want them so, and page-locked for those that page-lock
-them in place. To page-lock for every step would cost more than the step, and two transfers cannot both
-page-lock the same memory. So each round has two halves: in the first the masters are as DeepSpeed made
-them; before the second, one transfer that does nothing else page-locks them for all schemes of that half,
-and is closed after it.
+them in place; the same holds of DeepSpeed's swap buffers where masters are on NVMe. To page-lock for every
+step would cost more than the step, and two transfers cannot both page-lock the same memory. So each round
+has two halves: in the first the masters are as DeepSpeed made them; before the second, one transfer that
+does nothing else page-locks them for all schemes of that half, and is closed after it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from . import zero3
@@ -25,6 +25,7 @@ from .errors import TransferError
 from .policy import TransferPolicy
 from .routed import build_transfer
 from .zero3_bench_engine import describe_engine, make_engine, start_deepspeed
+from .zero3_bench_nvme import as_in_a_step, masters, not_for_steps, sources
 from .zero3_bench_schemes import Scheme, make_schemes, rewrite
 
 
@@ -44,6 +45,7 @@ def measure(options: Mapping[str, Any], ranks: Ranks) -> dict[str, Any]:
     with contextlib.ExitStack() as closing:
         closing.callback(engine.destroy)
         bench = _Bench(options, ranks, accelerator, engine)
+        bench.not_run += not_for_steps(options)
         for scheme in make_schemes(options, accelerator):
             closing.callback(scheme.close)
             bench.add(scheme)
@@ -82,7 +84,8 @@ class _Bench:
     def _try(self, scheme: Scheme) -> None:
         if scheme.transfer is None:
             return
-        partition, master = self._partitions()[0]
+        partition, master = next(self._partitions())
+        master = as_in_a_step(self.engine.optimizer, 0, master)
         scheme.selected = TransferPolicy(scheme.config, self.accelerator).select(partition, master).strategy
         locked_bytes = self._locked_bytes()
         started = time.perf_counter()
@@ -91,6 +94,9 @@ class _Bench:
                 scheme.attach_seconds = time.perf_counter() - started
                 scheme.page_locked_bytes = self._locked_bytes() - locked_bytes
                 scheme.transfer.copy(partition, master)
+                # What the policy selects may still pass the copy on, where nobody could prepare the source.
+                used = [name for name, counts in scheme.transfer.stats().items() if counts.copies]
+                scheme.selected = used[0] if used else scheme.selected
         finally:
             scheme.close()  # the masters are ordinary memory again
 
@@ -135,8 +141,8 @@ class _Bench:
                 scheme.close()
 
     def _locked_bytes(self) -> int:
-        """Bytes of this rank's masters that the device can read directly."""
-        return sum(master.nbytes for _, master in self._partitions() if self.accelerator.is_pinned(master))
+        """Bytes that copy-backs of this rank leave from and the device can read directly."""
+        return sum(memory.nbytes for memory in sources(self.engine.optimizer) if self.accelerator.is_pinned(memory))
 
     def _step(self, scheme: Scheme, counted: bool, checked: bool) -> None:
         memory = _DeviceMemory(self.engine)
@@ -147,8 +153,8 @@ class _Bench:
             self.accelerator.synchronize()
             forward_and_backward = time.perf_counter() - started
             if checked and scheme.copies:
-                for partition, _ in self._partitions():
-                    bits.poison(partition)
+                for partition in self.engine.optimizer.fp16_partitioned_groups_flat:
+                    bits.poison(partition.data)
             memory.begin()
             self._meet()
             started = time.perf_counter()
@@ -169,11 +175,11 @@ class _Bench:
         self.accelerator.synchronize()
         self.ranks.barrier()
 
-    def _partitions(self) -> list[tuple[Any, Any]]:
+    def _partitions(self) -> Iterator[tuple[Any, Any]]:
         """The low-precision partition and the master of each sub-group, as they are now."""
         optimizer = self.engine.optimizer
-        pairs = zip(optimizer.fp16_partitioned_groups_flat, optimizer.fp32_partitioned_groups_flat, strict=True)
-        return [(partition.data, master.data) for partition, master in pairs]
+        for partition, master in zip(optimizer.fp16_partitioned_groups_flat, masters(optimizer), strict=True):
+            yield partition.data, master
 
     def result(self) -> dict[str, Any]:
         """What was measured, of all ranks together."""

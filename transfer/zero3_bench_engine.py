@@ -10,6 +10,7 @@ from typing import Any
 
 from .cli.transformer import Shape, Transformer
 from .errors import AcceleratorFailedError
+from .zero3_bench_nvme import check_lock_limit, check_swapped, is_swapped, offload_section, sources
 
 
 def start_deepspeed(accelerator: Any) -> None:
@@ -39,19 +40,24 @@ def start_deepspeed(accelerator: Any) -> None:
 
 
 def make_engine(options: Mapping[str, Any], accelerator: Any) -> Any:
-    """A ZeRO-3 engine with bf16 partitions on the device and fp32 masters on the host.
+    """A ZeRO-3 engine with bf16 partitions on the device and fp32 masters on the host, or on NVMe.
 
     Args:
-        options: ``layers``, ``hidden``, ``sub_groups``, ``optimizer`` and ``batch``, as on the command line.
+        options: ``layers``, ``hidden``, ``sub_groups``, ``optimizer``, ``batch``, ``nvme`` and ``nvme_pipeline``, as
+            on the command line.
         accelerator: Where ``start_deepspeed`` let DeepSpeed run.
+
+    Raises:
+        StrategyUnavailableError: State on NVMe is asked for, and cannot be there.
     """
     import deepspeed
 
+    offload = offload_section(options)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": options["batch"],
         "bf16": {"enabled": True},
         "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": True}},
+        "zero_optimization": {"stage": 3, "offload_optimizer": offload},
         "steps_per_print": 10**9,
     }
     # Partitioned while it is built: no rank ever holds the whole model.
@@ -60,9 +66,12 @@ def make_engine(options: Mapping[str, Any], accelerator: Any) -> Any:
     parameters: list[Any] = list(model.parameters())
     share = sum(parameter.ds_tensor.numel() for parameter in parameters)
     # DeepSpeed closes a sub-group when it has reached this size, so at most as many as wanted come out.
-    config["zero_optimization"]["sub_group_size"] = -(-share // options["sub_groups"])
+    size = config["zero_optimization"]["sub_group_size"] = -(-share // options["sub_groups"])
+    check_lock_limit(offload, size + max(parameter.ds_tensor.numel() for parameter in parameters))
     optimizer = _optimizer(options["optimizer"], model)
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+    if options["nvme"] is not None:
+        check_swapped(engine.optimizer)
     if hasattr(accelerator, "adopt"):  # simulated: DeepSpeed took host memory for the device's
         for partition in engine.optimizer.fp16_partitioned_groups_flat:
             accelerator.adopt(partition)
@@ -82,9 +91,12 @@ def _optimizer(name: str, model: Transformer) -> Any:
 
 def describe_engine(engine: Any) -> dict[str, Any]:
     """What the measured engine is like, on this rank."""
-    masters = engine.optimizer.fp32_partitioned_groups_flat
+    optimizer = engine.optimizer
+    elements = [partition.numel() for partition in optimizer.fp16_partitioned_groups_flat]
     return {
         "parameters": sum(parameter.ds_numel for parameter in engine.module.parameters()),
-        "sub_group_elements": [master.numel() for master in masters],
-        "master_bytes": sum(master.nbytes for master in masters),
+        "sub_group_elements": elements,
+        "swapped_sub_groups": sum(is_swapped(optimizer, sub_group_id) for sub_group_id in range(len(elements))),
+        "master_bytes": 4 * sum(elements),
+        "source_bytes": sum(memory.nbytes for memory in sources(optimizer)),
     }

@@ -13,7 +13,9 @@ from .cli.zero3_figures import FLOOR
 from .config import TransferConfig
 from .config_file import resolve_config
 from .interface import HostToDeviceTransfer
+from .registry import get_strategy
 from .routed import build_transfer
+from .zero3_bench_nvme import is_swapped, masters
 from .zero3_step import COPY_BACK
 
 
@@ -81,7 +83,7 @@ def make_schemes(options: Mapping[str, Any], accelerator: Any) -> list[Scheme]:
     # Without a fallback: what cannot run is listed as such, and never measured under another's name.
     ring = {"strategy": "pinned_staged", "pinned_staged": {"chunk_elements": 2**26, "buffers": 2}, "fallback": False}
     configs = {RING: TransferConfig(**ring, completion="immediate")}
-    for strategy in options["strategies"]:
+    for strategy in (name for name in options["strategies"] if not get_strategy(name).reads_swapped):
         for completion in ("immediate", "deferred"):
             config = {"strategy": strategy, strategy: given.section(strategy), "fallback": False}
             configs[f"{strategy}, {completion}"] = TransferConfig(**config, completion=completion)
@@ -97,6 +99,11 @@ def rewrite(engine: Any) -> None:
     """Brings the low-precision partitions, and what was gathered from them, up to date by DeepSpeed's own copy."""
     optimizer = engine.optimizer
     optimizer.checkpoint_event_prologue()
-    for sub_group_id in range(len(optimizer.fp32_partitioned_groups_flat)):
-        getattr(optimizer, COPY_BACK)(sub_group_id)
+    partitions = optimizer.fp16_partitioned_groups_flat
+    for sub_group_id, master in enumerate(masters(optimizer)):
+        if is_swapped(optimizer, sub_group_id):
+            partitions[sub_group_id].data.copy_(master)
+            optimizer._unflatten_partitioned_parameters(sub_group_id)
+        else:
+            getattr(optimizer, COPY_BACK)(sub_group_id)
     optimizer.checkpoint_event_epilogue()

@@ -176,6 +176,7 @@ def test_figures_are_those_of_the_raw_seconds():
             "elements": 10**9,
             "destination_bytes": 2 * 10**9,
             "source_bytes": 4 * 2**30,
+            "from_file": False,
             "page_lock_seconds": page_lock_seconds,
             "seconds_by_rank": seconds_by_rank,
         }

@@ -59,6 +59,8 @@ def watched():
         **TINY,
         "accelerator": "simulated",
         "config": None,
+        "nvme": None,
+        "nvme_pipeline": False,
         "verify_every_step": False,
         "strategies": ["copies_nothing", "locking", "pageable", "refusing", "wrong_in_one_bit"],
     }

@@ -36,7 +36,8 @@ def worker(monkeypatch):
 
     def run(accelerator):
         monkeypatch.setattr(tune_worker, "get_accelerator", lambda _name: accelerator)
-        fields = tune_worker.run({"accelerator": None, "rounds": 1, "largest_chunk": 2048}, Ranks())
+        options = {"accelerator": None, "rounds": 1, "largest_chunk": 2048, "nvme": None, "drive_bounds": {}}
+        fields = tune_worker.run(options, Ranks())
         return MachineProfile.model_validate(fields)
 
     return run

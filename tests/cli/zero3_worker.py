@@ -25,7 +25,7 @@ def measure(options, ranks):
 
     def right(engine):
         optimizer = engine.optimizer
-        pairs = zip(optimizer.fp16_partitioned_groups_flat, optimizer.fp32_partitioned_groups_flat, strict=True)
+        pairs = zip(optimizer.fp16_partitioned_groups_flat, zero3_bench.masters(optimizer), strict=True)
         return sum(bits.same_bits(*pair) for pair in pairs)
 
     zero3_bench.rewrite = watched

@@ -29,7 +29,7 @@ def main(arguments: Sequence[str]) -> int:
     if arguments and not arguments[0].startswith("-"):
         parser.error(f"unknown form {arguments[0]!r}; there is `h2d bench` and `h2d bench zero3`")
     options = parser.parse_args(arguments)
-    strategies = choices(parser, options)
+    strategies, file_strategies = _sources(parser, options)
     if options.plot is not None:
         from .plot import why_no_plot
 
@@ -42,9 +42,11 @@ def main(arguments: Sequence[str]) -> int:
             "elements": list(dict.fromkeys(options.elements)),
             "dtypes": list(dict.fromkeys(options.dtypes)),
             "strategies": strategies,
+            "file_strategies": file_strategies,
             "rounds": options.rounds,
             "accelerator": options.accelerator,
             "config": options.config,
+            "nvme": options.nvme,
         },
         options,
     )
@@ -61,7 +63,19 @@ def main(arguments: Sequence[str]) -> int:
         from .plot import plot
 
         plot(report, options.plot)
-    return 0 if all(one["right_bits"] for one in report["measurements"]) else 1
+    return 0 if all(one["right_bits"] is not False for one in report["measurements"]) else 1
+
+
+def _sources(parser: argparse.ArgumentParser, options: argparse.Namespace) -> tuple[list[str], list[str]]:
+    """The strategies that copy from memory, and those that copy from files."""
+    from .copy_schemes import VARIANTS, reads_files, with_variants
+
+    strategies = choices(parser, options, also=VARIANTS)
+    in_files = [name for name in strategies if reads_files(name)]
+    if options.nvme is None and options.strategies is not None and in_files:
+        parser.error(f"argument --strategies: {in_files[0]} copies values from files: say where with --nvme DIR")
+    in_memory = [name for name in strategies if name not in in_files]
+    return in_memory, with_variants(in_files) if options.nvme is not None else []
 
 
 def _report(options: argparse.Namespace, measured: dict[str, Any]) -> dict[str, Any]:
@@ -74,6 +88,7 @@ def _report(options: argparse.Namespace, measured: dict[str, Any]) -> dict[str, 
         "ranks": options.ranks,
         "rounds": options.rounds,
         "source_dtype": "float32",
+        "nvme": measured["nvme"],
         "measurements": list(with_figures(measured["measurements"])),
         "not_run": measured["not_run"],
     }
@@ -82,7 +97,8 @@ def _report(options: argparse.Namespace, measured: dict[str, Any]) -> dict[str, 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="h2d bench",
-        description="Copies fp32 master partitions from the host to the device in every way that runs here, in turn.",
+        description="Copies fp32 master partitions from the host to the device in every way that runs here, in turn; "
+        "with --nvme also from files.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -105,5 +121,11 @@ def _parser() -> argparse.ArgumentParser:
         help="of the destination: bfloat16 (default), float16, float32; several",
     )
     parser.add_argument("--rounds", type=count, default=7, metavar="N", help="measurements of each scheme (default 7)")
+    parser.add_argument(
+        "--nvme",
+        metavar="DIR",
+        help="also copy values from a file in this directory, read past the page cache: nvme_swapped in every form, "
+        "what DeepSpeed does, and the bare reads; each rank has a file of its own, deleted in the end",
+    )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw rate against size into a .png, .svg or .pdf")
     return parser

@@ -7,7 +7,8 @@ import functools
 import itertools
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,26 +19,13 @@ from accelerators import Accelerator
 from ..accelerator_choice import AcceleratorChoice
 from ..config_file import resolve_config
 from ..errors import TransferError
-from ..interface import HostToDeviceTransfer
-from ..registry import get_strategy
+from ..nvme.mounts import file_system
+from ..nvme.swapped_tensor import SwappedTensor
 from . import bits
-from .baselines import make_baselines
+from .copy_schemes import NVME_SWAPPED, Scheme, file_schemes, memory_schemes, swap_out_for_reading
 from .hardware import describe
 from .progress import progress
 from .ranks import Ranks
-
-
-@dataclass
-class _Scheme:
-    """One way to copy, and what was measured of it on this rank."""
-
-    name: str
-    kind: str  # "baseline" or "strategy"
-    transfer: HostToDeviceTransfer
-    source: Tensor
-    page_lock_seconds: float | None = None  # None: `prepare` page-locked nothing
-    seconds: list[float] = field(default_factory=list)
-    right_bits: bool = True
 
 
 @dataclass(frozen=True)
@@ -50,7 +38,7 @@ class _Case:
     destination: Tensor
     expected: Tensor
 
-    def timed(self, scheme: _Scheme) -> float:
+    def timed(self, scheme: Scheme) -> float:
         """Seconds of one copy, which begins on every rank at once."""
         self.accelerator.synchronize()
         self.ranks.barrier()
@@ -59,11 +47,12 @@ class _Case:
         self.accelerator.synchronize()
         return time.perf_counter() - started
 
-    def checked(self, scheme: _Scheme) -> float:
+    def checked(self, scheme: Scheme) -> float:
         """As ``timed``; the destination holds something else before, and is compared afterwards."""
         bits.poison(self.destination)
         seconds = self.timed(scheme)
-        scheme.right_bits &= bits.same_bits(self.destination, self.expected)
+        if scheme.right_bits is not None:
+            scheme.right_bits &= bits.same_bits(self.destination, self.expected)
         return seconds
 
 
@@ -71,12 +60,14 @@ def measure(options: Mapping[str, Any], ranks: Ranks) -> dict[str, Any]:
     """Measures every scheme for each size and dtype.
 
     Args:
-        options: ``elements``, ``dtypes`` and ``strategies`` (lists), ``rounds``, ``accelerator`` (a
-            registered name or None) and ``config`` (a YAML file with the strategies' sections, or None).
+        options: ``elements``, ``dtypes``, ``strategies`` and ``file_strategies`` (lists), ``rounds``,
+            ``accelerator`` (a registered name or None), ``config`` (a YAML file with the strategies'
+            sections, or None) and ``nvme`` (a directory for files, or None).
         ranks: Those that copy at the same time.
 
     Returns:
-        ``hardware``, ``measurements`` and ``not_run``: schemes that cannot run here, and why.
+        ``hardware``, ``nvme`` (what files were read from, and how), ``measurements`` and ``not_run``: schemes
+        that cannot run here, and why.
 
     Raises:
         TransferError: The accelerator or the configuration is refused.
@@ -90,7 +81,12 @@ def measure(options: Mapping[str, Any], ranks: Ranks) -> dict[str, Any]:
             measured, refused = _measure_case(accelerator, elements, dtype, options, ranks, advance)
             measurements += measured
             not_run += refused
-    return {"hardware": describe(accelerator), "measurements": measurements, "not_run": not_run}
+    return {
+        "hardware": describe(accelerator),
+        "nvme": _describe_files(options),
+        "measurements": measurements,
+        "not_run": not_run,
+    }
 
 
 def _measure_case(
@@ -106,10 +102,18 @@ def _measure_case(
     destination = accelerator.device_empty(elements, dtype=dtype)
     case = _Case(accelerator, ranks, source, destination, source.to(dtype))
     what = {"elements": elements, "dtype": dtype_name}
-    running: list[_Scheme] = []
+    running: list[Scheme] = []
     not_run: list[dict[str, Any]] = []
     with contextlib.ExitStack() as closing:  # every pinned byte goes back before the next size begins
-        for scheme in _schemes(accelerator, dtype, source, options):
+        config = resolve_config(options["config"])
+        schemes = memory_schemes(accelerator, dtype, source, config, options["strategies"])
+        if options["nvme"] is not None:
+            swapped, reason = _swapped_out(ranks, source, options["nvme"], closing)
+            if swapped is None:
+                not_run.append({**what, "scheme": "what reads files", "reason": reason})
+            else:
+                schemes += file_schemes(accelerator, dtype, source, swapped, config, options["file_strategies"])
+        for scheme in schemes:
             closing.callback(scheme.transfer.close)
             prepare, copy = functools.partial(_prepare, case, scheme), functools.partial(case.checked, scheme)
             reason = _obstacle(ranks, prepare) or _obstacle(ranks, copy)
@@ -127,16 +131,26 @@ def _measure_case(
         return [{**what, **_result(scheme, case)} for scheme in running], not_run
 
 
-def _schemes(accelerator: Accelerator, dtype: torch.dtype, source: Tensor, options: Mapping[str, Any]) -> list[_Scheme]:
-    config = resolve_config(options["config"])
-    baselines = make_baselines(accelerator, dtype).items()
-    # Without a fallback: what cannot run is listed as such, and never measured under another's name.
-    strategies = [
-        (name, get_strategy(name)(config.section(name), accelerator, fallback=False)) for name in options["strategies"]
-    ]
-    return [_Scheme(name, "baseline", transfer, source) for name, transfer in baselines] + [
-        _Scheme(name, "strategy", transfer, source) for name, transfer in strategies
-    ]
+def _swapped_out(
+    ranks: Ranks, source: Tensor, directory: str, closing: contextlib.ExitStack
+) -> tuple[SwappedTensor | None, str | None]:
+    """The values in a file of this rank, which ``closing`` deletes; or why some rank has none."""
+    written: list[SwappedTensor] = []
+
+    def write() -> None:
+        written.append(swap_out_for_reading(source, directory))
+        closing.callback(written[0].delete)
+
+    reason = _obstacle(ranks, write)
+    return (written[0] if reason is None else None), reason
+
+
+def _describe_files(options: Mapping[str, Any]) -> dict[str, Any] | None:
+    if options["nvme"] is None:
+        return None
+    section: Any = resolve_config(options["config"]).section(NVME_SWAPPED)
+    kind = file_system(Path(options["nvme"]).expanduser())
+    return {"file_system": kind, "threads": section.threads, "block_bytes": section.block_bytes}
 
 
 def _obstacle(ranks: Ranks, attempt: Callable[[], object]) -> str | None:
@@ -149,13 +163,16 @@ def _obstacle(ranks: Ranks, attempt: Callable[[], object]) -> str | None:
     return next(filter(None, ranks.gather(reason)), None)
 
 
-def _prepare(case: _Case, scheme: _Scheme) -> None:
+def _prepare(case: _Case, scheme: Scheme) -> None:
     """Prepares a scheme; one that page-locks in place gets a source of its own.
 
     The others are to copy from ordinary memory.
     """
     if scheme.kind == "baseline":
-        scheme.transfer.prepare(scheme.source)
+        source: Any = scheme.source  # baselines that read files size their buffers
+        scheme.transfer.prepare(source)
+        return
+    if scheme.from_file:  # no memory to prepare
         return
     own = case.source.clone()
     started = time.perf_counter()
@@ -165,7 +182,7 @@ def _prepare(case: _Case, scheme: _Scheme) -> None:
         scheme.source, scheme.page_lock_seconds = own, seconds
 
 
-def _result(scheme: _Scheme, case: _Case) -> dict[str, Any]:
+def _result(scheme: Scheme, case: _Case) -> dict[str, Any]:
     transfer = scheme.transfer
     own = {
         "seconds": scheme.seconds,
@@ -183,7 +200,8 @@ def _result(scheme: _Scheme, case: _Case) -> dict[str, Any]:
     return {
         "scheme": scheme.name,
         "kind": scheme.kind,
-        "right_bits": all(one["right_bits"] for one in every),
+        "from_file": scheme.from_file,
+        "right_bits": all(one["right_bits"] for one in every) if scheme.right_bits is not None else None,
         "source_bytes": scheme.source.nbytes,
         "destination_bytes": case.destination.nbytes,
         **largest,

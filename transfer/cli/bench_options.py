@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from .quantities import count
@@ -27,8 +27,14 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the result as JSON, with every raw measurement")
 
 
-def choices(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[str]:
-    """The strategies to measure. Ends the program with status 2 where a name or the configuration is wrong."""
+def choices(parser: argparse.ArgumentParser, options: argparse.Namespace, *, also: Collection[str] = ()) -> list[str]:
+    """The strategies to measure. Ends the program with status 2 where a name or the configuration is wrong.
+
+    Args:
+        parser: Tells what is wrong.
+        options: Those of the command line.
+        also: Names that stand for no strategy and are right all the same.
+    """
     from accelerators import AcceleratorError
     from accelerators.registry import available_accelerators, explain_unknown
 
@@ -43,7 +49,8 @@ def choices(parser: argparse.ArgumentParser, options: argparse.Namespace) -> lis
         if options.accelerator is None:
             options.accelerator = config.accelerator
         for name in options.strategies or ():
-            get_strategy(name)
+            if name not in also:
+                get_strategy(name)
     except UnknownStrategyError as error:
         parser.error(f"argument --strategies: {error}")
     except (ConfigError, AcceleratorError) as error:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
+import sys
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from ..errors import StrategyUnavailableError
 from .bench_options import add_common_options, choices, run_worker
 from .quantities import count
 from .ranks import usable_cores
@@ -21,7 +26,7 @@ def main(arguments: Sequence[str]) -> int:
     """Measures steps; returns the exit status."""
     parser = _parser()
     options = parser.parse_args(arguments)
-    strategies = choices(parser, options)
+    strategies = _strategies(parser, options)
     layers, hidden = _shape(parser, options)
     if options.threads is None:
         options.threads = max(1, min(_MOST_THREADS, usable_cores() // options.ranks))
@@ -38,12 +43,22 @@ def main(arguments: Sequence[str]) -> int:
         "strategies": strategies,
         "accelerator": options.accelerator,
         "config": options.config,
+        "nvme": None,
+        "nvme_pipeline": options.nvme_pipeline,
     }
-    # In processes of its own even for one rank: DeepSpeed's accelerator and process group are the process's.
-    measured = run_worker("transfer.zero3_bench:measure", given, options, spawn=True, process_group=False)
+    nvme = None
+    with contextlib.ExitStack() as cleaning:
+        if options.nvme is not None:
+            try:
+                given["nvme"], nvme = _swap_files(options, cleaning)
+            except (StrategyUnavailableError, OSError) as error:
+                print(f"h2d bench: {error}", file=sys.stderr)
+                return 1
+        # In processes of its own even for one rank: DeepSpeed's accelerator and process group are the process's.
+        measured = run_worker("transfer.zero3_bench:measure", given, options, spawn=True, process_group=False)
     if measured is None:
         return 1
-    report = _report(options.ranks, given, measured)
+    report = _report(options.ranks, given, nvme, measured)
     if options.json:
         print(json.dumps(report, indent=1))
     else:
@@ -53,20 +68,53 @@ def main(arguments: Sequence[str]) -> int:
     return 0 if all(one["right_bits"] is not False for one in report["measurements"]) else 1
 
 
-def _report(ranks: int, given: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
+def _strategies(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[str]:
+    """The strategies to measure; those that read files only where somebody asks, to be told why not."""
+    from ..registry import get_strategy
+
+    if options.nvme_pipeline and options.nvme is None:
+        parser.error("--nvme-pipeline goes with --nvme DIR")
+    asked = options.strategies is not None or options.nvme is not None
+    return [name for name in choices(parser, options) if asked or not get_strategy(name).reads_swapped]
+
+
+def _swap_files(options: argparse.Namespace, cleaning: contextlib.ExitStack) -> tuple[str, dict[str, Any]]:
+    """A new directory for DeepSpeed's swap files, which goes with all that is in it, and what is told of it.
+
+    Raises:
+        StrategyUnavailableError: DeepSpeed's aio op is not there.
+        OSError: The directory cannot be made.
+    """
+    from accelerators.deepspeed_aio import unavailable_reason
+
+    from ..nvme.mounts import file_system
+
+    with contextlib.redirect_stdout(sys.stderr):  # where DeepSpeed tells what it has chosen
+        obstacle = unavailable_reason()
+    if obstacle is not None:
+        raise StrategyUnavailableError(f"--nvme needs DeepSpeed's aio op. {obstacle}")
+    root = Path(options.nvme).expanduser().resolve()
+    root.mkdir(parents=True, exist_ok=True)
+    directory = cleaning.enter_context(tempfile.TemporaryDirectory(prefix="h2d-bench-", dir=root))
+    return directory, {"file_system": file_system(root), "pipelined": options.nvme_pipeline}
+
+
+def _report(ranks: int, given: dict[str, Any], nvme: dict[str, Any] | None, measured: dict[str, Any]) -> dict[str, Any]:
     from .summary import slowest
     from .zero3_figures import with_figures
 
     lock_seconds = slowest(measured["page_lock"]["seconds_by_rank"])
-    gib = measured["engine"]["master_bytes"] / 2**30
+    gib = measured["engine"]["source_bytes"] / 2**30
     per_gib = statistics.median(lock_seconds) / gib if lock_seconds else None
-    told = {key: value for key, value in given.items() if key not in ("accelerator", "config", "strategies")}
+    not_told = ("accelerator", "config", "strategies", "nvme", "nvme_pipeline")
+    told = {key: value for key, value in given.items() if key not in not_told}
     return {
         "schema_version": SCHEMA_VERSION,
         "command": "bench zero3",
         "hardware": measured["hardware"],
         "ranks": ranks,
         **told,
+        "nvme": nvme,
         "engine": measured["engine"],
         "page_lock": {**measured["page_lock"], "seconds": lock_seconds, "seconds_per_gib": per_gib},
         "measurements": list(with_figures(measured["measurements"])),
@@ -111,6 +159,17 @@ def _parser() -> argparse.ArgumentParser:
         choices=("cpu_adam", "adamw"),
         default="cpu_adam",
         help="cpu_adam: DeepSpeed's, which needs a compiler (default); adamw: torch's own",
+    )
+    parser.add_argument(
+        "--nvme",
+        metavar="DIR",
+        help="with the optimizer's state in files in this directory (offload_optimizer.device: nvme), deleted in the "
+        "end; needs DeepSpeed's aio op, which this command does not build",
+    )
+    parser.add_argument(
+        "--nvme-pipeline",
+        action="store_true",
+        help="with --nvme: pipeline_read and pipeline_write, and 8 swap buffers in place of 5",
     )
     parser.add_argument(
         "--verify-every-step",

@@ -25,24 +25,34 @@ def why_no_plot(path: Path) -> str | None:
 
 def plot(report: Mapping[str, Any], path: Path) -> None:
     """Writes one diagram for each dtype, side by side. Needs the extra ``plot``."""
+    import matplotlib as mpl
     from matplotlib.figure import Figure  # without pyplot: no window, no global state
 
     measurements = report["measurements"]
     dtypes = list(dict.fromkeys(one["dtype"] for one in measurements))
-    figure = Figure(figsize=(7 * len(dtypes), 5), layout="constrained")
+    width = 7 if report["nvme"] is None else 10  # with a legend beside it
+    figure = Figure(figsize=(width * len(dtypes), 5), layout="constrained")
     for axes, dtype in zip(figure.subplots(1, len(dtypes), squeeze=False)[0], dtypes, strict=True):
-        lines: dict[str, list[tuple[int, float]]] = {}
+        axes.set_prop_cycle(color=mpl.color_sequences["tab20"])
+        lines: dict[tuple[str, bool], list[tuple[int, float]]] = {}
         for one in measurements:
             if one["dtype"] == dtype:
                 point = (one["destination_bytes"], one["figures"]["gigabytes_per_second"])
-                lines.setdefault(one["scheme"], []).append(point)
-        for scheme, points in lines.items():
-            axes.plot(*zip(*sorted(points), strict=True), marker="o", label=scheme)
+                lines.setdefault((one["scheme"], one["from_file"]), []).append(point)
+        for (scheme, from_file), points in lines.items():
+            style = "--" if from_file else "-"
+            axes.plot(*zip(*sorted(points), strict=True), style, marker="s" if from_file else "o", label=scheme)
         axes.set_xscale("log", base=2)
         axes.set_xlabel("destination bytes")
         axes.set_ylabel("GB/s of destination bytes, median")
-        axes.set_ylim(bottom=0)
-        axes.set_title(f"float32 on the host to {dtype} on {report['hardware']['accelerator']}")
+        title = f"float32 on the host to {dtype} on {report['hardware']['accelerator']}"
+        if report["nvme"] is None:
+            axes.set_ylim(bottom=0)
+            axes.legend()
+        else:  # a drive is slower than memory by more than a linear axis shows, and the lines are many
+            axes.set_yscale("log")
+            title += f"; dashed: from a file on {report['nvme']['file_system']}"
+            axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small")
+        axes.set_title(title)
         axes.grid(alpha=0.3)
-        axes.legend()
     figure.savefig(path)

@@ -45,7 +45,8 @@ def main(arguments: Sequence[str]) -> int:
             return _failed(f"{accelerator.name} cannot be measured. {reason}")
         obstacle = accelerator.capabilities.why_not("pins_host_memory", "events")
         if obstacle is not None:
-            return _nothing_to_tune(accelerator.name, obstacle, options.json)
+            not_measured = " The drive was not measured either." if options.nvme is not None else ""
+            return _nothing_to_tune(accelerator.name, obstacle + not_measured, options.json)
         fields = launch(
             "transfer.cli.tune_worker:run", _worker_options(options), options.ranks, threads=options.threads
         )
@@ -74,7 +75,13 @@ def _tell(profile: MachineProfile, file: str, as_json: bool) -> None:
 
 def _worker_options(options: argparse.Namespace) -> dict[str, Any]:
     largest = options.largest_chunk or (2**24 if options.quick else 2**26)
-    return {"accelerator": options.accelerator, "rounds": 3 if options.quick else 5, "largest_chunk": largest}
+    return {
+        "accelerator": options.accelerator,
+        "rounds": 3 if options.quick else 5,
+        "largest_chunk": largest,
+        "nvme": options.nvme,
+        "drive_bounds": {"file_bytes": 2**27, "cell_seconds": 0.05} if options.quick else {},
+    }
 
 
 def _nothing_to_tune(name: str, obstacle: str, as_json: bool) -> int:
@@ -97,5 +104,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--output", type=Path, help="the file to write (default: $H2D_PROFILE, or else one in ~/.cache)")
     add("--quick", action="store_true", help="smaller sizes and fewer rounds, in a few seconds")
     add("--largest-chunk", type=count, metavar="ELEMENTS", help="of the sizes tried (default 2^26)")
+    add(
+        "--nvme",
+        metavar="DIR",
+        help="also measure the drive of this directory with a file of 512 MiB for each rank, which is deleted again: "
+        "block sizes and threads, for `nvme_swapped`",
+    )
     add("--json", action="store_true", help="print the profile and what follows from it as JSON")
     return parser

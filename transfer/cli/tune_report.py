@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..cost_model import choose, expected_seconds, shown
-from ..machine_profile import MachineProfile
+from ..machine_profile import Drive, MachineProfile
+from ..nvme.mounts import MEMORY_FILE_SYSTEMS
 from .tune_measure import DESTINATION, SOURCE
 
 if TYPE_CHECKING:
@@ -62,6 +63,9 @@ def config_yaml(profile: MachineProfile) -> str:
     lines = ["transfer:", "  strategy: measured"]
     for name, ring in best_rings(profile).items():
         lines.append(f"  {name}: {{chunk_elements: {ring.chunk_elements}, buffers: {ring.buffers}}}")
+    if profile.drive is not None:
+        best = profile.drive.best_read
+        lines.append(f"  nvme_swapped: {{threads: {best.threads}, block_bytes: {best.block_bytes}}}")
     return "\n".join(lines)
 
 
@@ -84,8 +88,39 @@ def print_report(console: Console, profile: MachineProfile) -> None:
     for choice in choices(profile):
         table.add_row(_power(choice["elements"]), *(choice[key] for key in ("completion", "strategy", "reason")))
     console.print(table)
+    if profile.drive is not None:
+        _print_drive(console, profile.drive)
     console.print("A configuration for this machine:\n")
     console.print(config_yaml(profile), highlight=False, soft_wrap=True)
+
+
+def _print_drive(console: Console, drive: Drive) -> None:
+    from rich.table import Table
+
+    threads = list(dict.fromkeys(entry.threads for entry in drive.read))
+    rates = {
+        (entry.block_bytes, entry.threads): [entry.bytes_per_second, write.bytes_per_second]
+        for entry, write in zip(drive.read, drive.write, strict=True)
+    }
+    how = (
+        "past the page cache"
+        if drive.direct
+        else "through the page cache, as O_DIRECT is refused: not the drive's own rates"
+    )
+    memory = ", which is memory and no drive" if drive.file_system in MEMORY_FILE_SYSTEMS else ""
+    table = Table(
+        "blocks of",
+        *(f"{count} thread{'s' * (count > 1)}" for count in threads),
+        title=f"GB/s of each rank, read / written on {drive.file_system}{memory}, {how}",
+        title_justify="left",
+    )
+    for block_bytes in dict.fromkeys(entry.block_bytes for entry in drive.read):
+        cells = (" / ".join(f"{rate / 1e9:.3g}" for rate in rates[block_bytes, count]) for count in threads)
+        table.add_row(_size(block_bytes), *cells)
+    console.print(table)
+    for what, best in (("read", drive.best_read), ("written", drive.best_write)):
+        rate = f"{best.bytes_per_second / 1e9:.3g} GB/s"
+        console.print(f"Best {what}: {best.threads} threads, blocks of {_size(best.block_bytes)}, {rate}")
 
 
 def _measurements(profile: MachineProfile) -> list[tuple[str, str, str]]:

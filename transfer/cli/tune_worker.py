@@ -16,15 +16,17 @@ from accelerators.hardware import cores, cpu_model, device_name
 from ..machine_profile import Circumstances, Machine, MachineProfile
 from . import tune_measure as measure
 from .ranks import Ranks
+from .tune_drive import Bounds, measure_drive
 
-_STEPS = 10
+_STEPS = 11
 
 
 def run(options: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     """A worker for ``ranks.launch``; returns the fields of a ``MachineProfile``.
 
     Args:
-        options: ``accelerator`` (a name or None), ``rounds`` and ``largest_chunk`` as in ``Bench``.
+        options: ``accelerator`` (a name or None), ``rounds`` and ``largest_chunk`` as in ``Bench``, ``nvme`` (a
+            directory or None) and ``drive_bounds`` (of ``tune_drive.Bounds``).
         ranks: Which measure together.
     """
     accelerator = get_accelerator(options["accelerator"])
@@ -65,6 +67,9 @@ def run(options: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
                 fields |= _through_pinned_memory(bench, source, "events" in lacks, step)
             except measure.PinningRefusedError as refused:
                 lacks["pins_host_memory"] = str(refused)
+        if options["nvme"] is not None:
+            step("the drive")
+            fields["drive"] = measure_drive(options["nvme"], ranks, Bounds(**options["drive_bounds"]))
     return MachineProfile(**_rounded(fields), lacks=lacks).model_dump()
 
 

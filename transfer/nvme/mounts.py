@@ -1,4 +1,4 @@
-"""Which machine this is, and whether a file system is seen by others too."""
+"""Which machine this is, and what a file system is: its type, and whether others see it too."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 
 #: File systems on drives, or in the memory, of one machine.
 _LOCAL = frozenset({"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs"})
+#: Of these, the ones in memory: to read a file there is to copy memory.
+MEMORY_FILE_SYSTEMS = frozenset({"ramfs", "tmpfs"})
 
 
 def machine() -> str:
@@ -25,13 +27,23 @@ def is_local(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> bool:
         path: An existing directory.
         mounts: The kernel's table; for tests.
     """
+    return file_system(path, mounts) in _LOCAL
+
+
+def file_system(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str | None:
+    """The type of the file system at ``path``, such as ``ext4``; None where the system does not tell.
+
+    Args:
+        path: An existing directory.
+        mounts: The kernel's table; for tests.
+    """
     try:
         lines = [line.split() for line in mounts.read_text().splitlines()]
     except OSError:
-        return False
-    here, best, kind = os.path.realpath(path), "", ""
+        return None
+    here, best, kind = os.path.realpath(path), "", None
     for fields in lines:
         point = fields[4].encode().decode("unicode_escape")  # blanks are written as \040
         if (here == point or here.startswith(point.rstrip("/") + "/")) and len(point) >= len(best):
             best, kind = point, fields[fields.index("-") + 1]
-    return kind in _LOCAL
+    return kind
