@@ -163,18 +163,17 @@ def uninstall() -> None:
         _detached.clear()
         _unhook_if_unused()
     with contextlib.ExitStack() as closing:  # closes every one of them, and raises the first error after
-        for _, attachment in by_install:
-            closing.callback(attachment.transfer.close)
-            closing.callback(attachment.finish)
+        for optimizer, attachment in by_install:
+            closing.callback(_give_up, attachment, optimizer)
 
 
 def _give_up(attachment: Attachment, optimizer: Any) -> None:
-    """Closes a transfer that was built here; a caller's transfer only gives the masters back."""
-    attachment.finish()
-    if attachment.config is not None:
-        attachment.transfer.close()
-    else:
-        attachment.unprepare(optimizer)
+    """Closes a transfer that was built here; a caller's transfer only gives back what was prepared."""
+    with contextlib.ExitStack() as closing:  # each of these, from the last to the first, and an error after
+        closing.callback(attachment.unprepare, optimizer)
+        if attachment.config is not None:
+            closing.callback(attachment.transfer.close)
+        attachment.finish()
 
 
 def _attach(optimizer: Any, attachment: Attachment) -> HostToDeviceTransfer:
