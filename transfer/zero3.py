@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import zero3_hooks as hooks
+from . import zero3_param_swap
 from .config_file import ConfigLike, resolve_config
 from .errors import AttachError
 from .interface import HostToDeviceTransfer
@@ -233,7 +234,12 @@ def _destroy(original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs:
             _unhook_if_unused()
 
 
-_OURS = {**replacements(_find), "destroy": _destroy}
+_OURS = {
+    **replacements(_find),
+    # Runs while an optimizer is made, too, when it is not to be attached yet.
+    **zero3_param_swap.replacements(_attachments.get),
+    "destroy": _destroy,
+}
 
 
 def _configure_zero_optimizer(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
