@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import zero3_hooks as hooks
-from . import zero3_param_swap
+from . import zero3_param_swap, zero3_restore
 from .config_file import ConfigLike, resolve_config
 from .errors import AttachError
 from .interface import HostToDeviceTransfer
@@ -236,6 +236,7 @@ def _destroy(original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs:
 
 _OURS = {
     **replacements(_find),
+    **zero3_restore.replacements(_find),
     # Runs while an optimizer is made, too, when it is not to be attached yet.
     **zero3_param_swap.replacements(_attachments.get),
     "destroy": _destroy,

@@ -40,8 +40,12 @@ def replacements(find: Callable[[Any], Attachment | None]) -> dict[str, Replacem
                 present.append((partition.data, source.data))
             else:
                 on_disk.append((parameter, source))
-        if not any(transfer.is_host_to_device(*pair) for pair in present):
+        crossing = [
+            source.numel() for destination, source in present if transfer.is_host_to_device(destination, source)
+        ]
+        if not crossing:
             return original(optimizer, sub_group_id)
+        attachment.prepare(optimizer, sub_group_id, max(crossing))
         # The same in DeepSpeed 0.16 to 0.19, but for who copies. Each is waited for: they are small.
         for destination, source in present:
             if transfer.is_host_to_device(destination, source):

@@ -69,13 +69,26 @@ def on_host(numel):
 def test_what_is_on_the_device_is_finished_and_the_rest_is_written(simulated, config):
     partitions = [on_device(simulated, 2), absent(3), on_host(1), on_device(simulated, 2)]
     optimizer = ParamSwappingStage3(partitions)
-    transfer = build_transfer({**config, "fallback": True}, simulated)
+    transfer = build_transfer(config, simulated)
     zero3.attach(optimizer, transfer)
     optimizer._reassign_or_swap_out_partitioned_parameters(0)
     assert optimizer.values() == [[0, 1], 1, [5], [6, 7]]
     assert optimizer.swapper.disk == {"b": [2, 3, 4]}
     assert sum(counts.bytes for counts in transfer.stats().values()) == (2 + 2) * 2
     assert optimizer.calls == []
+
+
+def test_masters_are_page_locked_only_where_pieces_of_them_ask_for_it(simulated):
+    large = torch.zeros(2**20)  # of which single parameters take a few elements
+    for config, expected in ((DIRECT, 2**22), ({}, 0)):
+        optimizer = ParamSwappingStage3([on_device(simulated, 2), on_device(simulated, 3), absent(1), absent(2)])
+        optimizer.fp32_partitioned_groups_flat = [large]
+        transfer = build_transfer(config, simulated)
+        zero3.attach(optimizer, transfer)
+        assert transfer.page_locked_bytes == 0
+        optimizer._partitioned_params_swap_out(0)
+        assert transfer.page_locked_bytes == expected
+        transfer.close()
 
 
 def test_nothing_is_written_where_everything_is_on_the_device(simulated):
