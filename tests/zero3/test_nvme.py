@@ -86,6 +86,9 @@ def test_a_checkpoint_is_restored_from_the_masters_files(tmp_path, pipeline):
             expected = 5 * TILES + 3 if len(got) == 2 and name != "deepspeed" else mine["submitted"]
             assert mine["submitted"] == expected
             assert mine["waited_at_once"] == (0 if name == "deepspeed" else 1)
+    resumed = trained({**spec, "resume": spec["rewind"], "rewind": None, "steps": 2}, FEW_RUNS, tmp_path)
+    for mine in resumed["direct"]:
+        assert (len(mine["seen"]), mine["waited_at_once"]) == (3, 1)
 
 
 def test_everything_that_reads_the_model_between_steps_sees_finished_copies(tmp_path):

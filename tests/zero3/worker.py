@@ -4,7 +4,8 @@ Usage, under torch.distributed.run: ``worker.py SPEC.json OUT``. The spec holds 
 ``dtype``, ``optimizer`` (``AdamW`` or ``DeepSpeedCPUAdam``), ``zero`` and ``offload_optimizer`` (more of
 these sections), ``deepspeed`` (more of the whole config), ``width`` of the model, ``look_between`` (whether
 everything that reads the model between steps is called there), ``rewind`` (a folder, if a checkpoint of the
-first step is to be loaded after the third), and ``runs``: a name for each, and how its copies are done.
+first step is to be loaded after the third), ``resume`` (such a folder, to begin with that checkpoint), and
+``runs``: a name for each, and how its copies are done.
 """
 
 import hashlib
@@ -115,6 +116,9 @@ def train(spec, run, simulated, rank):
         transfer = zero3.attach(engine, ForgetsToWait(chunk_elements=1000))
     submitted, waited = count_calls(transfer)
     losses, seen, skipped = [], [], 0
+    if spec.get("resume"):
+        engine.load_checkpoint(str(Path(spec["resume"], run["name"])))
+        seen += [partition.cpu().clone() for partition in stage3.fp16_partitioned_groups_flat]
     generator = torch.Generator().manual_seed(100 + rank)
     for number in range(spec.get("steps", STEPS)):
         batch = torch.randn(2, width, generator=generator).to(engine.device, dtype)
