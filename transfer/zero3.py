@@ -7,7 +7,8 @@ What is replaced is one copy in ``_reassign_or_swap_out_partitioned_parameters``
 optimizer has updated a sub-group, its fp32 master partition on the host goes to its low-precision
 partition on the device. That method has had the same name and body from DeepSpeed 0.16 to 0.19;
 SuperOffload overrides it, so it is replaced in the class that defines it. Where the copy does not
-cross from the host to the device, DeepSpeed's own code runs.
+cross from the host to the device, DeepSpeed's own code runs. Beside it, two methods that copy masters
+or parameters on NVMe are replaced: ``zero3_restore`` and ``zero3_param_swap`` say what for.
 
 With ``completion: deferred`` the copies of a step are waited for at its end (``zero3_step`` says how).
 """
@@ -168,11 +169,11 @@ def uninstall() -> None:
             closing.callback(_give_up, attachment, optimizer)
 
 
-def _give_up(attachment: Attachment, optimizer: Any) -> None:
-    """Closes a transfer that was built here; a caller's transfer only gives back what was prepared."""
+def _give_up(attachment: Attachment, optimizer: Any, *, close: bool = False) -> None:
+    """Gives back what was prepared, and closes a transfer that was built here; with ``close`` a caller's, too."""
     with contextlib.ExitStack() as closing:  # each of these, from the last to the first, and an error after
         closing.callback(attachment.unprepare, optimizer)
-        if attachment.config is not None:
+        if close or attachment.config is not None:
             closing.callback(attachment.transfer.close)
         attachment.finish()
 
@@ -225,9 +226,7 @@ def _destroy(original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs:
     try:
         if attachment is not None:
             # Before DeepSpeed frees the partitions that copies in flight use.
-            with contextlib.ExitStack() as closing:
-                closing.callback(attachment.transfer.close)
-                attachment.finish()
+            _give_up(attachment, optimizer, close=True)
     finally:
         original(optimizer, *args, **kwargs)
         with _lock:

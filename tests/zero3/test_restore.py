@@ -1,5 +1,6 @@
 """Masters on NVMe after a checkpoint was loaded: on a stand-in, copies as late as may be."""
 
+import inspect
 import logging
 
 import pytest
@@ -9,6 +10,7 @@ from tests.zero3.nvme_stand_in import stand_in_if_missing
 from tests.zero3.swapping import SwappingStage3
 from tests.zero3.test_deferred import DIRECT, STAGED, after
 from transfer import NotATensorError, StrategyUnavailableError, build_transfer, zero3
+from transfer.zero3_restore import _path
 
 SWAPPED, IN_MEMORY = (0, 2), 1
 
@@ -186,3 +188,42 @@ def test_an_error_on_the_way_leaves_nothing_in_flight(simulated, tmp_path, error
     transfer.submit = submit
     optimizer.reset_swap_buffers()
     assert optimizer.values() == RESTORED
+
+
+def arguments_of(function, **offered):
+    """Those of ``offered`` that this version of DeepSpeed takes."""
+    return {name: value for name, value in offered.items() if name in inspect.signature(function).parameters}
+
+
+def test_deepspeeds_swap_info_has_the_masters_path_first(tmp_path):
+    from deepspeed.runtime.swap_tensor.optimizer_utils import OptimizerStateSwapInfo
+
+    tensors = [torch.nn.Parameter(torch.zeros(5)) for _ in range(2)]
+    for tensor, identifier in zip(tensors, ("3_7", "exp_avg-3_7"), strict=True):
+        tensor.ds_id = identifier
+    offered = {"parameter": tensors[0], "numel": 5, "base_folder": str(tmp_path), "aio_handle": None}
+    info = OptimizerStateSwapInfo(**arguments_of(OptimizerStateSwapInfo, **offered))
+    info.add_state_tensors(tensors[1:])
+    assert _path(info) == f"{tmp_path}/3_7.tensor.swp"
+    assert (info.numel(), info.dtype()) == (5, torch.float32)
+    info.unswapped_gradients = {0: torch.ones(1)}
+    info.release_unswapped_gradients()
+    assert info.unswapped_gradients == {}
+
+
+def test_deepspeeds_buffer_manager_says_which_buffers_are_in_use(monkeypatch):
+    from deepspeed.runtime.swap_tensor import utils
+
+    class Handle:
+        def new_cpu_locked_tensor(self, numel, example):
+            return torch.empty(numel, dtype=example.dtype)
+
+    monkeypatch.setattr(utils.dist, "get_rank", lambda: 1)
+    offered = {"num_elems": 4, "count": 3, "dtype": torch.float32, "aio_handle": Handle()}
+    manager = utils.SwapBufferManager(**arguments_of(utils.SwapBufferManager, **offered))
+    assert len(manager.all_buffers) == 3
+    assert not manager.used_buffer_index
+    buffers = manager.allocate(num_elems=3, count=2, dtype=torch.float32)
+    assert len(manager.used_buffer_index) == 2
+    manager.free(buffers)
+    assert not manager.used_buffer_index
