@@ -91,8 +91,9 @@ def test_a_checkpoint_is_restored_from_the_masters_files(tmp_path, pipeline):
         assert (len(mine["seen"]), mine["waited_at_once"]) == (3, 1)
 
 
-def test_everything_that_reads_the_model_between_steps_sees_finished_copies(tmp_path):
-    spec = spec_of(tmp_path, look_between=str(tmp_path / "checkpoints"))
+@pipelining
+def test_everything_that_reads_the_model_between_steps_sees_finished_copies(tmp_path, pipeline):
+    spec = spec_of(tmp_path, pipeline, look_between=str(tmp_path / "checkpoints"))
     assert trained(spec, FEW_RUNS, tmp_path)["deepspeed"][0]["seen"]
 
 
