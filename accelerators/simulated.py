@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 #: Fresh device and pinned memory is filled with this byte, a NaN in every floating dtype that has one.
 POISON = 0xFF
+_PAGE_BYTES = 4096
 
 
 class SimulatedAccelerator:
@@ -115,7 +116,7 @@ class SimulatedAccelerator:
 
     def pin_empty(self, *size: int, dtype: torch.dtype, device: str = "cpu") -> Tensor:
         shape = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
-        tensor = _poisoned(shape, dtype)
+        tensor = _poisoned(shape, dtype, _PAGE_BYTES)
         if tensor.numel():
             with self._queue.lock:
                 self._check_limit(tensor.nbytes)
@@ -233,9 +234,10 @@ class SimulatedAccelerator:
                 raise InFlightError(f"the {num_bytes} bytes at {address:#x} are still used by a copy in flight")
 
 
-def _poisoned(shape: Any, dtype: torch.dtype) -> Tensor:
+def _poisoned(shape: Any, dtype: torch.dtype, alignment_bytes: int = 1) -> Tensor:
+    """Memory that reads as NaN. What real accelerators pin begins at a page."""
+    num_bytes = torch.Size(shape).numel() * dtype.itemsize
     with torch.inference_mode(False):
-        tensor = torch.empty(shape, dtype=dtype, device="cpu")
-        if tensor.numel():
-            tensor.view(-1).view(torch.uint8).fill_(POISON)
-        return tensor
+        memory = torch.full((num_bytes + alignment_bytes - 1,), POISON, dtype=torch.uint8)
+        memory = memory.narrow(0, -memory.data_ptr() % alignment_bytes if num_bytes else 0, num_bytes)
+        return memory.view(dtype).view(shape)

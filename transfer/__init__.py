@@ -33,6 +33,12 @@ from .errors import (
     PinnedMemoryWarning,
     StrategyRegistrationError,
     StrategyUnavailableError,
+    SwapCorruptedError,
+    SwapError,
+    SwapFileNotFoundError,
+    SwapNotADirectoryError,
+    SwapPermissionError,
+    SwapSpaceError,
     TransferError,
     TransferWarning,
     UnknownStrategyError,
@@ -41,11 +47,14 @@ from .errors import (
 from .in_flight import EventCopy, InFlightCopy
 from .interface import HostToDeviceTransfer
 from .machine_profile import MachineProfile
+from .nvme import SwappedTensor
 from .policy import Decision, TransferPolicy
 from .registry import get_strategy, register_strategy, strategy_names, unregister_strategy
 from .routed import build_transfer
 from .stats import StrategyStats
 from .strategies import (
+    NvmeSwappedConfig,
+    NvmeSwappedTransfer,
     PageableTransfer,
     PinnedDirectConfig,
     PinnedDirectTransfer,
@@ -72,6 +81,8 @@ __all__ = [
     "MachineProfile",
     "MachineProfileWarning",
     "NotATensorError",
+    "NvmeSwappedConfig",
+    "NvmeSwappedTransfer",
     "PageableTransfer",
     "PinnedDirectConfig",
     "PinnedDirectTransfer",
@@ -83,6 +94,13 @@ __all__ = [
     "StrategyRegistrationError",
     "StrategyStats",
     "StrategyUnavailableError",
+    "SwapCorruptedError",
+    "SwapError",
+    "SwapFileNotFoundError",
+    "SwapNotADirectoryError",
+    "SwapPermissionError",
+    "SwapSpaceError",
+    "SwappedTensor",
     "TransferConfig",
     "TransferError",
     "TransferPolicy",

@@ -76,6 +76,28 @@ def cut_at(chunks: Iterable[tuple[Tensor, Tensor]], addresses: Sequence[int]) ->
         yield from cut_at([first, rest], addresses)
 
 
+def views_of_range(tensor: Tensor, begin: int, end: int) -> Iterator[Tensor]:
+    """Yields views that hold the elements from ``begin`` to ``end``, in logical order, of any strides.
+
+    One view where the tensor has a flat one; else as few as its rows allow.
+    """
+    flat = _flat(tensor)
+    if flat is not None:
+        yield flat.narrow(0, begin, end - begin)
+        return
+    row = tensor.numel() // tensor.shape[0]
+    first, last = -(-begin // row), end // row  # rows that are there whole
+    if first > last:  # all of it lies within one row
+        yield from views_of_range(tensor[last], begin - last * row, end - last * row)
+        return
+    if begin < first * row:
+        yield from views_of_range(tensor[first - 1], begin - (first - 1) * row, row)
+    if first < last:
+        yield tensor.narrow(0, first, last - first)
+    if last * row < end:
+        yield from views_of_range(tensor[last], 0, end - last * row)
+
+
 def _flat(tensor: Tensor) -> Tensor | None:
     """A one-dimensional view of the same memory in logical order, or None where strides forbid it."""
     try:

@@ -23,6 +23,7 @@ from .config_fields import (
     refuse,
 )
 from .errors import StrategyRegistrationError
+from .nvme import SwappedTensor
 from .registry import get_strategy, strategy_names
 from .strategy_config import ConfigModel, StrategyConfig
 
@@ -52,7 +53,7 @@ class When(ConfigModel):
             raise refuse("no copy is both that small and that large")
         return self
 
-    def holds(self, destination: Tensor, source: Tensor, source_pinned: bool) -> bool:
+    def holds(self, destination: Tensor, source: Tensor | SwappedTensor, source_pinned: bool) -> bool:
         """Whether every condition that was given is true of this copy."""
         size = destination.numel() * destination.element_size()
         return (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from decimal import Decimal
 from typing import Annotated, Any
@@ -13,6 +14,7 @@ from pydantic_core import PydanticCustomError
 import accelerators.registry
 from accelerators.plugins import nearest
 
+from .nvme.readers.reader import READERS
 from .registry import explain_unknown_strategy, strategy_names
 
 _UNITS = {
@@ -28,9 +30,9 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)")
 #: 64 times the default: large enough for any ring, small enough to catch a slip.
 MAX_CHUNK_ELEMENTS = 2**30
 MAX_BUFFERS = 64
+MAX_THREADS = 256
 #: In place of a strategy's name.
 MEASURED = "measured"
-COMPLETIONS = ("deferred", "immediate")
 
 
 def refuse(reason: str) -> PydanticCustomError:
@@ -120,10 +122,23 @@ def _strategy_or_measured(value: Any) -> str:
     return _strategy(value)
 
 
-def _completion(value: Any) -> str:
-    if value not in COMPLETIONS:
-        raise refuse(f"expected {' or '.join(COMPLETIONS)}.{_left_out(value)}")
-    return str(value)
+def _threads(value: Any) -> int:
+    return _whole(value, "threads", 8, MAX_THREADS)
+
+
+def _directory(value: Any) -> str:
+    if not isinstance(value, str | os.PathLike) or not str(value).strip() or "\0" in str(value):
+        raise refuse("expected the path of a directory")
+    return os.path.expanduser(value)  # noqa: PTH111 - stays text, as in the file
+
+
+def _one_of(*choices: str) -> BeforeValidator:
+    def check(value: Any) -> str:
+        if value not in choices:
+            raise refuse(f"expected {' or '.join(choices)}.{_left_out(value)}")
+        return str(value)
+
+    return BeforeValidator(check)
 
 
 def _left_out(value: Any) -> str:
@@ -151,4 +166,12 @@ StrategyName = Annotated[str, BeforeValidator(_strategy)]
 #: A strategy, or ``measured``: each copy takes the one that a profile of the machine says is fastest.
 StrategyOrMeasured = Annotated[str, BeforeValidator(_strategy_or_measured)]
 #: When ZeRO-3 waits for a copy-back. None only as a default.
-Completion = Annotated[str, BeforeValidator(_completion)]
+Completion = Annotated[str, _one_of("deferred", "immediate")]
+#: Where values are cast.
+Cast = Annotated[str, _one_of("device", "host")]
+#: What reads files.
+ReaderName = Annotated[str, _one_of(*READERS)]
+#: A whole number of threads, from 1 to 256.
+ThreadCount = Annotated[int, BeforeValidator(_threads)]
+#: A directory; ``~`` stands for the home directory. None only as a default.
+Directory = Annotated[str | None, BeforeValidator(_directory)]

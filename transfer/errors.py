@@ -12,6 +12,12 @@
     ├── ForkedProcessError          (RuntimeError) a transfer of the parent process used in a child
     ├── AttachError                 (TypeError)    an engine that ``transfer.zero3`` cannot serve
     ├── StrategyRegistrationError   (ValueError)   a name or class that cannot be registered
+    ├── SwapError                   (OSError)      a swap file that cannot be written or read, with its path
+    │   ├── SwapFileNotFoundError   (FileNotFoundError)
+    │   ├── SwapPermissionError     (PermissionError)
+    │   ├── SwapNotADirectoryError  (NotADirectoryError)
+    │   ├── SwapSpaceError                         no room for what is to be written
+    │   └── SwapCorruptedError      (ValueError)   a file that does not hold what was swapped out
     └── ConfigError                 (ValueError)   a configuration with mistakes, all of them listed
         ├── ConfigFileError         (OSError)      a file that cannot be read
         │   └── ConfigFileNotFoundError (FileNotFoundError)
@@ -28,6 +34,8 @@ the caller as they are.
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -70,6 +78,50 @@ class AttachError(TransferError, TypeError):
 
 class StrategyRegistrationError(TransferError, ValueError):
     """A registration was refused; the registry is unchanged."""
+
+
+class SwapError(TransferError, OSError):
+    """Values cannot be written to a file or read from it; ``filename`` is its path, ``errno`` the cause.
+
+    What could not be written is not there at all; of what could not be read, each element of the destination is
+    its old or its own new value.
+    """
+
+
+class SwapFileNotFoundError(SwapError, FileNotFoundError):
+    """The file, or a directory above it, is not there."""
+
+
+class SwapPermissionError(SwapError, PermissionError):
+    """This user may not read or write there."""
+
+
+class SwapNotADirectoryError(SwapError, NotADirectoryError):
+    """What should be a directory is none."""
+
+
+class SwapSpaceError(SwapError):
+    """The drive, the quota or the process's limit has no room for the values; nothing was written."""
+
+
+class SwapCorruptedError(SwapError, ValueError):
+    """The file is too short, was replaced, or its bytes have changed; none of them was used."""
+
+
+def swap_error(error: OSError | ValueError, what: str, path: object) -> SwapError:
+    """The error of ours for one of the system's, with what failed and where.
+
+    Args:
+        error: What the system raised.
+        what: What could not be done, as the beginning of a sentence.
+        path: Of the file or directory.
+    """
+    if isinstance(error, SwapError):
+        return error
+    kinds = (SwapFileNotFoundError, SwapPermissionError, SwapNotADirectoryError)
+    kind = next((each for each in kinds if isinstance(error, each.__bases__[1])), SwapError)
+    number = getattr(error, "errno", None) or errno.EINVAL
+    return kind(number, f"{what}: {getattr(error, 'strerror', None) or os.strerror(number)}", str(path))
 
 
 @dataclass(frozen=True)

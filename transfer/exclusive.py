@@ -99,13 +99,13 @@ class ExclusiveTransfer(HostToDeviceTransfer):
         if self._owns_stand_in:
             self._stand_in.close()
 
-    def _submit(self, destination: Tensor, source: Tensor) -> InFlightCopy:
+    def _submit(self, destination: Tensor, source: Any) -> InFlightCopy:
         accelerator = self.accelerator
-        if not (accelerator.on_device(destination) and accelerator.on_host(source)):
+        if not self._crosses(accelerator, destination, source):
             return self._pass_on(self._stand_in, destination, source)
         with self._lock:
             if self._busy:
-                return self._pass_on(self._stand_in, destination, source)
+                return self._cross_inside(accelerator, destination, source)
             try:
                 self._busy = True
                 copy = self._cross(accelerator, destination, source)
@@ -118,9 +118,17 @@ class ExclusiveTransfer(HostToDeviceTransfer):
             finally:
                 self._busy = False
 
+    def _crosses(self, accelerator: Accelerator, destination: Tensor, source: Any) -> bool:
+        """Whether this copy is one for ``_cross``."""
+        return accelerator.on_device(destination) and accelerator.on_host(source)
+
     @abstractmethod
-    def _cross(self, accelerator: Accelerator, destination: Tensor, source: Tensor) -> InFlightCopy:
+    def _cross(self, accelerator: Accelerator, destination: Tensor, source: Any) -> InFlightCopy:
         """Starts a copy from the host to the device; one at a time."""
+
+    def _cross_inside(self, accelerator: Accelerator, destination: Tensor, source: Any) -> InFlightCopy:  # noqa: ARG002
+        """Makes a copy that was asked for inside another one, and so uses nothing that is held."""
+        return self._pass_on(self._stand_in, destination, source)
 
     def _refuse(self, accelerator: Accelerator, refusal: str, cause: BaseException | None = None) -> None:
         """Remembers for good why this strategy cannot run on ``accelerator``; warns once, or raises."""

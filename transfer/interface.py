@@ -21,8 +21,9 @@ from typing_extensions import Self
 from accelerators import Accelerator
 
 from .accelerator_choice import AcceleratorChoice, accelerator_errors
-from .errors import ForkedProcessError
+from .errors import ForkedProcessError, NotATensorError
 from .in_flight import FINISHED, InFlightCopy
+from .nvme.swapped_tensor import SwappedTensor
 from .ranges import named_range
 from .stats import Counters, StrategyStats
 from .strategy_config import StrategyConfig, strategy_config
@@ -68,6 +69,9 @@ class HostToDeviceTransfer(ABC):
 
     #: What the strategy is called in ``stats`` and in profilers; the class's own name where it is empty.
     name: ClassVar[str] = ""
+
+    #: Whether it takes a ``SwappedTensor`` as the source.
+    reads_swapped: ClassVar[bool] = False
 
     # Defaults of the class, for a subclass without options that leaves out ``super().__init__``.
     config: Any = None
@@ -129,13 +133,14 @@ class HostToDeviceTransfer(ABC):
         """What was done since this object was made, for each strategy that took part; never reset."""
         return {self.name or type(self).__name__: self._counters.total}
 
-    def submit(self, destination: Tensor, source: Tensor) -> InFlightCopy:
+    def submit(self, destination: Tensor, source: Tensor | SwappedTensor) -> InFlightCopy:
         """Starts a copy. How long it blocks is the strategy's to say; ``pageable`` until the end.
 
         Args:
             destination: A tensor of any shape and strides on the device. Its ``requires_grad`` and
                 graph stay as they are.
-            source: A tensor of the same shape in host memory. Another floating-point dtype is
+            source: A tensor of the same shape in host memory, or a ``SwappedTensor``, whose values are
+                in a file, for strategies that read files (``reads_swapped``). Another floating-point dtype is
                 cast, rounding to nearest even; every other dtype must equal the destination's. A
                 source on the device is a plain device copy.
 
@@ -151,10 +156,17 @@ class HostToDeviceTransfer(ABC):
         self._check_process()
         if not validate(destination, source):
             return FINISHED
+        if isinstance(source, Tensor):
+            source = source.detach()
+        elif not self.reads_swapped:
+            raise NotATensorError(
+                f"{type(self).__name__} copies tensors: {source} is read by `nvme_swapped`, by what build_transfer "
+                "returns, or by transfer.nvme.swap_in"
+            )
         with self._draining(self.accelerator, destination), torch.no_grad():
-            return self._run(destination.detach(), source.detach())
+            return self._run(destination.detach(), source)
 
-    def copy(self, destination: Tensor, source: Tensor) -> None:
+    def copy(self, destination: Tensor, source: Tensor | SwappedTensor) -> None:
         """``submit``, then ``wait``: blocks until the destination holds the values.
 
         Raises:
@@ -222,14 +234,14 @@ class HostToDeviceTransfer(ABC):
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _run(self, destination: Tensor, source: Tensor) -> InFlightCopy:
+    def _run(self, destination: Tensor, source: Any) -> InFlightCopy:
         """``_submit``, counted and marked for profilers."""
         with named_range(self.accelerator, self.name or type(self).__name__):
             copy = self._submit(destination, source)
         self._counters.add(copies=1, num_bytes=destination.numel() * destination.element_size())
         return copy
 
-    def _pass_on(self, strategy: HostToDeviceTransfer, destination: Tensor, source: Tensor) -> InFlightCopy:
+    def _pass_on(self, strategy: HostToDeviceTransfer, destination: Tensor, source: Any) -> InFlightCopy:
         """Lets another strategy make a copy that ``_submit`` was asked for."""
         strategy._check_process()
         copy = strategy._run(destination, source)
@@ -243,10 +255,11 @@ class HostToDeviceTransfer(ABC):
         return counters
 
     @abstractmethod
-    def _submit(self, destination: Tensor, source: Tensor) -> InFlightCopy:
+    def _submit(self, destination: Tensor, source: Any) -> InFlightCopy:
         """Starts a copy that ``submit`` has validated.
 
-        Called under ``no_grad`` with detached tensors of equal shape and at least one element.
+        Called under ``no_grad`` with detached tensors of equal shape and at least one element. The source is a
+        ``SwappedTensor`` at times where the class ``reads_swapped``.
         When it raises, ``submit`` waits for the device before the error goes on to the caller.
         """
 

@@ -17,9 +17,13 @@ from .cost_model import choose
 from .errors import MachineProfileWarning
 from .interface import HOST_WAITS
 from .machine_profile import MachineProfile
+from .nvme import SwappedTensor
+from .registry import get_strategy
 from .strategies import PinnedDirectConfig
 from .warn import warn_caller
 
+#: What reads files; it is not asked for tensors.
+NVME_SWAPPED = "nvme_swapped"
 #: Below this many bytes the fixed cost of staging outweighs what it gains.
 SMALL_BYTES = 2**20
 
@@ -44,10 +48,12 @@ class TransferPolicy:
     accelerator. With ``strategy: measured`` it reads the machine's profile when it is made; where
     there is none, or one of another machine, the first ``select`` warns once and the default policy applies.
 
-    The first match decides: a copy within one side is ``pageable``; ``rules``, in order; ``strategy``, if it
-    is not ``measured``; under 1 MiB at the destination, or an accelerator without streams, events or pinning
-    is ``pageable``. Then ``measured`` takes the fastest, and the default ``pinned_direct`` for a source that is
-    device-registered or that ``prepare`` may page-lock, and ``pinned_staged`` for everything else.
+    Values in a file are for ``nvme_swapped``, or for a rule's or ``strategy``'s choice that reads files too; with
+    ``strategy: nvme_swapped``, tensors go by the default. For tensors, the first match decides: a copy within one
+    side is ``pageable``; ``rules``, in order; ``strategy``, if it is not ``measured``; under 1 MiB at the
+    destination, or an accelerator without streams, events or pinning is ``pageable``. Then ``measured`` takes the
+    fastest, and the default ``pinned_direct`` for a source that is device-registered or that ``prepare`` may
+    page-lock, and ``pinned_staged`` for everything else.
 
     Args:
         config: As for ``build_transfer``.
@@ -65,16 +71,18 @@ class TransferPolicy:
         self._profile_checked = self.config.strategy != MEASURED
         self._candidates = {name: self.config.section(name) for name in ("pinned_direct", "pinned_staged", "pageable")}
 
-    def select(self, destination: Tensor, source: Tensor) -> Decision:
+    def select(self, destination: Tensor, source: Tensor | SwappedTensor) -> Decision:
         """The strategy for one copy. Takes about ten microseconds and does not block.
 
         Args:
             destination: Any tensor.
-            source: A tensor of the same shape.
+            source: A tensor of the same shape, or values in a file.
 
         Raises:
             AcceleratorFailedError: The accelerator is unknown or not available here.
         """
+        if isinstance(source, SwappedTensor):
+            return self._swapped(destination, source)
         accelerator = self._choice.resolve()
         if not accelerator.on_device(destination):
             return Decision("pageable", f"The destination is not in the memory of {accelerator.name}.")
@@ -82,9 +90,9 @@ class TransferPolicy:
             return Decision("pageable", "The source is on the device, so this is a plain device copy.")
         pinned = accelerator.is_pinned(source)
         for index, rule in enumerate(self.config.rules):
-            if rule.when.holds(destination, source, pinned):
+            if rule.use != NVME_SWAPPED and rule.when.holds(destination, source, pinned):
                 return Decision(rule.use, f"rules[{index}] matches ({rule.when}).")
-        if self.config.strategy not in (None, MEASURED):
+        if self.config.strategy not in (None, MEASURED, NVME_SWAPPED):
             return Decision(str(self.config.strategy), f"The configuration says `strategy: {self.config.strategy}`.")
         size = destination.numel() * destination.element_size()
         if size < SMALL_BYTES:
@@ -99,6 +107,16 @@ class TransferPolicy:
             return self._default(accelerator, source, pinned)
         return self._measured(profile, accelerator, destination, source, pinned)
 
+    def _swapped(self, destination: Tensor, source: SwappedTensor) -> Decision:
+        """For values in a file: a strategy that was asked for and reads files, or ``nvme_swapped``."""
+        for index, rule in enumerate(self.config.rules):
+            if get_strategy(rule.use).reads_swapped and rule.when.holds(destination, source, False):
+                return Decision(rule.use, f"rules[{index}] matches ({rule.when}).")
+        asked = self.config.strategy
+        if asked not in (None, MEASURED) and get_strategy(asked).reads_swapped:
+            return Decision(asked, f"The configuration says `strategy: {asked}`.")
+        return Decision(NVME_SWAPPED, "The values are in a file, and are copied on while it is read.")
+
     def preparing(self, source: Tensor) -> tuple[str, ...]:
         """The strategies to which ``prepare`` should hand a source that will be copied from many times.
 
@@ -109,7 +127,7 @@ class TransferPolicy:
         if not accelerator.on_host(source):
             return ()
         chosen = {rule.use for rule in self.config.rules}
-        if self.config.strategy not in (None, MEASURED):
+        if self.config.strategy not in (None, MEASURED, NVME_SWAPPED):
             return tuple(sorted(chosen | {str(self.config.strategy)}))
         if (
             source.numel() * source.element_size() >= SMALL_BYTES

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+from typing import Any
 
 from torch import Tensor
 
@@ -33,6 +34,8 @@ class RoutedTransfer(HostToDeviceTransfer):
         policy: Selects strategies, and holds the configuration of each.
         accelerator: As for ``build_transfer``.
     """
+
+    reads_swapped = True
 
     def __init__(self, policy: TransferPolicy, accelerator: Accelerator | str | None = None) -> None:
         super().__init__(None, accelerator, fallback=policy.config.fallback)
@@ -72,10 +75,10 @@ class RoutedTransfer(HostToDeviceTransfer):
             for strategy in tuple(self._strategies.values()):
                 closing.callback(strategy.close)
 
-    def _run(self, destination: Tensor, source: Tensor) -> InFlightCopy:
+    def _run(self, destination: Tensor, source: Any) -> InFlightCopy:
         return self._submit(destination, source)  # the strategy counts
 
-    def _submit(self, destination: Tensor, source: Tensor) -> InFlightCopy:
+    def _submit(self, destination: Tensor, source: Any) -> InFlightCopy:
         decision = self.policy.select(destination, source)
         if decision not in self._logged and len(self._logged) < MOST_LOGGED:
             self._logged.add(decision)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -51,10 +52,12 @@ class ScratchLanes:
     ) -> None:
         self._accelerator = accelerator
         self._dtype = dtype
-        self._chunk_elements = chunk_elements
+        #: Elements in each scratch buffer.
+        self.chunk_elements = chunk_elements
         self._device_index = device_index
         self._in_flight: deque[EventCopy] = deque()
         self._unsettled = False
+        self._turn = 0
         self._process = os.getpid()
         with accelerator.stream(accelerator.current_stream(device_index)):  # makes the device current
             self._lanes = [_Lane(accelerator.Stream()) for _ in range(lanes)]  # type: ignore[misc]  # has streams
@@ -82,7 +85,7 @@ class ScratchLanes:
             # On the lane's stream, to which an allocator that keeps freed memory apart by stream ties it.
             with self._accelerator.stream(lane.stream), torch.inference_mode(False):
                 try:
-                    lane.scratch = self._accelerator.device_empty(self._chunk_elements, dtype=self._dtype)
+                    lane.scratch = self._accelerator.device_empty(self.chunk_elements, dtype=self._dtype)
                 except REFUSALS as error:
                     for other in self._lanes:  # of a set that was never complete, so no copy has used it
                         other.scratch = None
@@ -105,32 +108,68 @@ class ScratchLanes:
         Returns:
             The copy in flight.
         """
-        accelerator = self._accelerator
         self.settle()
         self._unsettled = True
+        self.follow_caller()
+        stride = len(self._lanes) * _BURST
+        for begin in range(0, len(chunks), stride):
+            burst = chunks[begin : begin + stride]
+            for turn, lane in enumerate(self._lanes):
+                with self._accelerator.stream(lane.stream):
+                    for target, piece in burst[turn :: len(self._lanes)]:
+                        self._cross_chunk(lane, target, piece)
+        copy = EventCopy(self._mark(self._lanes[: len(chunks)]), destination, reads, counters)
+        self._in_flight.append(copy)
+        self._unsettled = False
+        return copy
+
+    def follow_caller(self) -> None:
+        """What is queued on the lanes from now on runs after what is queued on the caller's current stream."""
+        accelerator = self._accelerator
         caller = accelerator.current_stream(self._device_index)
         with accelerator.stream(caller):
             queued_before = accelerator.Event()  # type: ignore[misc]  # has events
             queued_before.record()
         for lane in self._lanes:
             lane.stream.wait_event(queued_before)
-        stride = len(self._lanes) * _BURST
-        for begin in range(0, len(chunks), stride):
-            burst = chunks[begin : begin + stride]
-            for turn, lane in enumerate(self._lanes):
-                with accelerator.stream(lane.stream):
-                    for target, piece in burst[turn :: len(self._lanes)]:
-                        self._cross_chunk(lane, target, piece)
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """The block in which ``send`` is called; what an exception leaves in it, the next one waits for."""
+        self.settle()
+        self._unsettled = True
+        self.follow_caller()
+        yield
+        self._unsettled = False
+
+    def send(self, chunks: Iterable[tuple[Tensor, Tensor]]) -> Any:
+        """Queues some chunks on the next lane; returns the event after them.
+
+        For sources that are not there at once, one after the other: as few calls as possible for each. The
+        caller keeps destination and sources alive.
+        """
+        lane = self._lanes[self._turn]
+        self._turn = (self._turn + 1) % len(self._lanes)
+        with self._accelerator.stream(lane.stream):
+            for target, piece in chunks:
+                self._cross_chunk(lane, target, piece)
+            event = self._accelerator.Event()  # type: ignore[misc]  # has events
+            event.record()
+        return event
+
+    def latest(self, destination: Tensor, counters: Counters) -> EventCopy:
+        """Everything that was queued up to now, as one copy to ``destination``."""
+        return EventCopy(self._mark(self._lanes), destination, counters=counters)
+
+    def _mark(self, lanes: Sequence[_Lane]) -> list[Any]:
+        """An event on each lane, after what is queued there."""
         events = []
-        for lane in self._lanes[: len(chunks)]:
-            with accelerator.stream(lane.stream):
-                event = accelerator.Event()  # type: ignore[misc]  # likewise
+        for lane in lanes:
+            with self._accelerator.stream(lane.stream):
+                event = self._accelerator.Event()  # type: ignore[misc]  # has events
                 event.record()
                 events.append(event)
-        copy = EventCopy(events, destination, reads, counters)
-        self._in_flight.append(copy)
-        self._unsettled = False
-        return copy
+        return events
 
     def _cross_chunk(self, lane: _Lane, target: Tensor, piece: Tensor) -> None:
         if lane.scratch is None or not self.needs_scratch(target, piece):

@@ -52,7 +52,8 @@ class StagingRing:
     ) -> None:
         self._accelerator = accelerator
         self._dtype = dtype
-        self._chunk_elements = chunk_elements
+        #: Elements in each buffer.
+        self.chunk_elements = chunk_elements
         self._device_index = device_index
         self._buffers: list[StagingBuffer] = []
         self._next = 0
@@ -80,10 +81,14 @@ class StagingRing:
         # Outside inference mode: a buffer made in it could not be written outside it later.
         with torch.inference_mode(False):
             for _ in range(buffers):
-                memory = self._accelerator.pin_empty(self._chunk_elements, dtype=self._dtype)
+                memory = self._accelerator.pin_empty(self.chunk_elements, dtype=self._dtype)
                 self._buffers.append(StagingBuffer(memory))
                 if not self._accelerator.is_pinned(memory):
                     raise RuntimeError(f"{self._accelerator.name}.pin_empty returned memory that is not pinned")
+
+    def is_aligned(self, unit_bytes: int) -> bool:
+        """Whether every buffer begins at a multiple of ``unit_bytes``."""
+        return all(buffer.memory.data_ptr() % unit_bytes == 0 for buffer in self._buffers)
 
     @contextmanager
     def session(self) -> Iterator[None]:

@@ -17,6 +17,7 @@ class StrategyStats:
         wait_seconds: Seconds that the host was blocked for: waits for the device, and copies that block.
         cast_seconds: Seconds that the host spent casting into staging buffers.
         passed_on: Copies that it handed to another strategy, which counts them.
+        read_seconds: Seconds that the host waited for a file to be read.
     """
 
     copies: int = 0
@@ -25,6 +26,7 @@ class StrategyStats:
     wait_seconds: float = 0.0
     cast_seconds: float = 0.0
     passed_on: int = 0
+    read_seconds: float = 0.0
 
     def __add__(self, other: StrategyStats) -> StrategyStats:
         return StrategyStats(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
@@ -49,9 +51,10 @@ class Counters:
         wait_seconds: float = 0.0,
         cast_seconds: float = 0.0,
         passed_on: int = 0,
+        read_seconds: float = 0.0,
     ) -> None:
         """Adds to the counts."""
-        more = StrategyStats(copies, num_bytes, pieces, wait_seconds, cast_seconds, passed_on)
+        more = StrategyStats(copies, num_bytes, pieces, wait_seconds, cast_seconds, passed_on, read_seconds)
         with self._lock:
             self._total += more
 

@@ -6,9 +6,8 @@ import functools
 
 import torch
 from torch import Tensor
-from torch.nn.parameter import is_lazy
 
-from accelerators.overlap import overlaps_itself, share_elements, span_elements
+from accelerators.overlap import overlaps_itself, share_elements
 
 from .errors import (
     InferenceTensorError,
@@ -17,9 +16,11 @@ from .errors import (
     TransferError,
     UnsupportedDtypeError,
 )
+from .nvme.swapped_tensor import SwappedTensor
+from .tensor_memory import describe, storage_problem
 
 
-def validate(destination: Tensor, source: Tensor) -> bool:
+def validate(destination: Tensor, source: Tensor | SwappedTensor) -> bool:
     """Checks one copy; returns whether there is anything to do.
 
     Looks at metadata alone, except where strides interleave in the same memory; that needs a byte of
@@ -36,8 +37,11 @@ def validate(destination: Tensor, source: Tensor) -> bool:
         UnsupportedDtypeError: The dtypes differ and are not both real floating point, or torch has
             no copy between them.
     """
-    for role, tensor in (("destination", destination), ("source", source)):
-        if not isinstance(tensor, Tensor):
+    for role, tensor, allowed in (
+        ("destination", destination, Tensor),
+        ("source", source, (Tensor, SwappedTensor)),
+    ):
+        if not isinstance(tensor, allowed):
             raise NotATensorError(
                 f"the {role} must be a torch.Tensor, not {type(tensor).__name__} "
                 f"(destination: {describe(destination)}; source: {describe(source)})"
@@ -51,9 +55,9 @@ def validate(destination: Tensor, source: Tensor) -> bool:
         raise _invalid(f"a side has no memory of its own that could be copied: {error}", destination, source) from error
 
 
-def _validate(destination: Tensor, source: Tensor) -> bool:
+def _validate(destination: Tensor, source: Tensor | SwappedTensor) -> bool:
     for role, tensor in (("destination", destination), ("source", source)):
-        problem = _problem(tensor)
+        problem = storage_problem(tensor) if isinstance(tensor, Tensor) else None
         if problem:
             raise _invalid(f"the {role} {problem}", destination, source)
     if destination.shape != source.shape:
@@ -72,6 +76,8 @@ def _validate(destination: Tensor, source: Tensor) -> bool:
         return False
     if overlaps_itself(destination):
         raise _invalid("elements of the destination share memory", destination, source)
+    if not isinstance(source, Tensor):  # in a file, where nothing overlaps
+        return True
     if _is_same_view(destination, source):
         return False
     if destination.device == source.device and share_elements(destination, source):
@@ -79,34 +85,8 @@ def _validate(destination: Tensor, source: Tensor) -> bool:
     return True
 
 
-def describe(tensor: object) -> str:
-    """``torch.bfloat16 (3, 4) on cuda:0``, for messages."""
-    if not isinstance(tensor, Tensor):
-        return repr(tensor)[:60]
-    try:
-        return f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
-    except RuntimeError:  # nested, uninitialised, ...
-        return f"{type(tensor).__name__} without a shape"
-
-
-def _invalid(problem: str, destination: Tensor, source: Tensor) -> InvalidTensorError:
+def _invalid(problem: str, destination: Tensor, source: Tensor | SwappedTensor) -> InvalidTensorError:
     return InvalidTensorError(f"{problem} (destination: {describe(destination)}; source: {describe(source)})")
-
-
-def _problem(tensor: Tensor) -> str | None:
-    if is_lazy(tensor):
-        return "is an uninitialised parameter, without memory"
-    if tensor.is_meta:
-        return "is a meta tensor, without memory"
-    if tensor.layout != torch.strided or tensor.is_nested:
-        return f"has layout {tensor.layout}, not a dense one"
-    if tensor.is_quantized:
-        return "is quantized"
-    if tensor.numel() == 0:
-        return None
-    needed = (tensor.storage_offset() + span_elements(tensor)) * tensor.element_size()
-    held = tensor.untyped_storage().nbytes()
-    return f"needs {needed} bytes of storage but has {held}" if needed > held else None
 
 
 @functools.cache

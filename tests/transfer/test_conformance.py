@@ -1,9 +1,14 @@
 """Every strategy against every accelerator."""
 
+import contextlib
+import typing
+
 import pytest
 import torch
 
-from transfer import PageableTransfer, PinnedDirectTransfer, PinnedStagedTransfer, build_transfer
+from transfer import NvmeSwappedTransfer, PageableTransfer, PinnedDirectTransfer, PinnedStagedTransfer, build_transfer
+from transfer.errors import TransferError
+from transfer.nvme import swap_out
 from transfer.testing import TransferConformance
 
 
@@ -39,17 +44,17 @@ class TestPinnedDirectUnprepared(OnEveryAccelerator):
         return build_transfer(config, accelerator=accelerator)
 
 
+def is_plain(source):
+    """Whether it is a tensor that answers questions about its memory."""
+    lazy = isinstance(source, torch.nn.parameter.UninitializedParameter)
+    return isinstance(source, torch.Tensor) and source.layout is torch.strided and not lazy
+
+
 class PreparesFirst(PinnedDirectTransfer):
     """Page-locks each source, so that the suite's own sources go directly."""
 
     def submit(self, destination, source):
-        lazy = isinstance(source, torch.nn.parameter.UninitializedParameter)
-        if (
-            isinstance(source, torch.Tensor)
-            and source.layout is torch.strided
-            and source.device.type == "cpu"
-            and not lazy
-        ):
+        if is_plain(source) and source.device.type == "cpu":
             self.prepare(source)
         return super().submit(destination, source)
 
@@ -72,6 +77,44 @@ class TestPinnedDirectInChunksWithOneBuffer(OnEveryAccelerator):
 class TestPinnedDirectInChunksWithFiveBuffers(OnEveryAccelerator):
     def make_transfer(self, accelerator):
         return PreparesFirst(accelerator=accelerator, mapped=False, chunk_elements=127, buffers=5)
+
+
+class SwapsOutFirst(NvmeSwappedTransfer):
+    """Writes each source to a file and copies from there, so that the suite's own sources are read from files."""
+
+    def submit(self, destination, source):
+        if is_plain(source) and not self.accelerator.on_device(source):
+            with contextlib.suppress(TransferError):  # what is refused, `submit` refuses too
+                source = swap_out(source, self.config.path, block_bytes=4096)
+        return super().submit(destination, source)
+
+
+class OnFiles(OnEveryAccelerator):
+    options: typing.ClassVar = {}
+
+    @pytest.fixture(autouse=True)
+    def _directory(self, tmp_path):
+        self.directory = tmp_path
+
+    def make_transfer(self, accelerator):
+        options = {"chunk_elements": 2048, "threads": 2, **self.options}
+        return SwapsOutFirst(accelerator=accelerator, path=str(self.directory), **options)
+
+
+class TestNvmeSwapped(OnFiles):
+    pass
+
+
+class TestNvmeSwappedCastOnTheHost(OnFiles):
+    options: typing.ClassVar = {"cast": "host"}
+
+
+class TestNvmeSwappedWithOneBuffer(OnFiles):
+    options: typing.ClassVar = {"buffers": 1, "threads": 1}
+
+
+class TestNvmeSwappedUnchecked(OnFiles):
+    options: typing.ClassVar = {"buffers": 5, "checksums": False, "block_bytes": 4096}
 
 
 class TestDefaultPolicy(OnEveryAccelerator):

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from ..registry import register_strategy
+from .nvme_swapped import NvmeSwappedConfig, NvmeSwappedTransfer
 from .pageable import PageableTransfer
 from .pinned_direct import PinnedDirectConfig, PinnedDirectTransfer
 from .pinned_staged import PinnedStagedConfig, PinnedStagedTransfer
 
+register_strategy("nvme_swapped", NvmeSwappedTransfer)
 register_strategy("pageable", PageableTransfer)
 register_strategy("pinned_direct", PinnedDirectTransfer)
 register_strategy("pinned_staged", PinnedStagedTransfer)
 
 __all__ = [
+    "NvmeSwappedConfig",
+    "NvmeSwappedTransfer",
     "PageableTransfer",
     "PinnedDirectConfig",
     "PinnedDirectTransfer",

@@ -1,0 +1,22 @@
+"""Values in files: written safely, read fast, and never a wrong bit in between.
+
+::
+
+    from transfer import nvme
+
+    swapped = nvme.swap_out(master, "/local_nvme")  # returns once the values are safe
+    transfer.copy(partition, swapped)               # file -> pinned memory -> device, all three at once
+    master = nvme.swap_in(swapped)
+
+``swap_file`` is the format, ``swap_directory`` whose files are whose, ``swap_out`` writes, ``open_file`` and
+``read_ahead`` read, ``readers/`` holds every way bytes come from a file. The strategy that carries them on
+to a device is ``transfer/strategies/nvme_swapped.py``.
+"""
+
+from __future__ import annotations
+
+from .swap_in import swap_in
+from .swap_out import swap_out
+from .swapped_tensor import SwappedTensor
+
+__all__ = ["SwappedTensor", "swap_in", "swap_out"]

@@ -1,0 +1,53 @@
+"""Host memory that files can be read into, and written from, without a copy in the kernel."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+
+import torch
+from torch import Tensor
+
+#: O_DIRECT wants addresses, offsets and lengths in units of the drive's logical block: 512 bytes, or 4096 on
+#: newer drives, so this fits all.
+ALIGNMENT_BYTES = 4096
+_HUGE_PAGE_BYTES = 2**21
+_MADV_HUGEPAGE = 14  # linux/mman.h
+
+
+def round_up(number: int, unit: int) -> int:
+    """The smallest multiple of ``unit`` that is not less than ``number``."""
+    return -(-number // unit) * unit
+
+
+def round_down(number: int, unit: int) -> int:
+    """The largest multiple of ``unit`` that is not more than ``number``."""
+    return number // unit * unit
+
+
+def aligned_empty(num_bytes: int) -> Tensor:
+    """Uninitialised, flat, aligned uint8 host memory, of huge pages where the system has some to give.
+
+    A drive writes to memory page by page, and the kernel looks each of them up: with pages of 4 KiB, reads into
+    memory that is not pinned reached two thirds of the rate of a fast drive.
+    """
+    unit = _HUGE_PAGE_BYTES if num_bytes >= _HUGE_PAGE_BYTES else ALIGNMENT_BYTES
+    with torch.inference_mode(False):
+        memory = torch.empty(num_bytes + unit, dtype=torch.uint8)
+        memory = memory.narrow(0, -memory.data_ptr() % unit, num_bytes)
+    if unit == _HUGE_PAGE_BYTES and sys.platform == "linux":
+        # Advice: where it is not taken, nothing has changed.
+        _libc().madvise(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(num_bytes), _MADV_HUGEPAGE)
+    return memory
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
+
+
+def buffer_of(memory: Tensor) -> memoryview:
+    """The bytes of a contiguous uint8 host tensor, for system calls. The tensor must outlive them."""
+    view: memoryview = memory.numpy().data
+    return view

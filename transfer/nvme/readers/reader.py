@@ -1,0 +1,52 @@
+"""What a reader is, and which ones there are."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+from ..open_file import OpenFile
+
+#: The names that a configuration may say.
+READERS = ("posix", "aio")
+
+
+class Reader(ABC):
+    """Reads one range of a file at a time, in the calling thread. Threads may share one object."""
+
+    #: What the configuration calls it.
+    name: ClassVar[str]
+
+    @abstractmethod
+    def read(self, file: OpenFile, offset: int, memory: memoryview, needed: int) -> None:
+        """Fills ``memory`` from the file; blocks until it is done.
+
+        Args:
+            file: Where from. Where it reads directly, ``offset``, the address and the length of ``memory``
+                are aligned.
+            offset: Of the first byte.
+            memory: Bytes to write to.
+            needed: So many of its bytes must come from the file; the rest may lie beyond its end.
+
+        Raises:
+            SwapError: The file cannot be read, or ends too early. The memory holds anything then.
+        """
+
+    def close(self) -> None:
+        """Gives back what the reader holds; it can be used again."""
+
+
+def make_reader(name: str) -> tuple[Reader, str | None]:
+    """The reader of this name, or what stands in for it.
+
+    Returns:
+        The reader, and why it is another one than was asked for, as one sentence, or None.
+    """
+    from .posix import PosixReader
+
+    if name == "aio":
+        from .aio import AioReader, why_not_aio
+
+        reason = why_not_aio()
+        return (AioReader(), None) if reason is None else (PosixReader(), reason)
+    return PosixReader(), None

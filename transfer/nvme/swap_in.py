@@ -1,0 +1,56 @@
+"""``swap_in``: values come back from their file into a host tensor."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from .memory import ALIGNMENT_BYTES, aligned_empty, buffer_of, round_up
+from .read_ahead import reading
+from .readers import make_reader
+from .swapped_tensor import SwappedTensor
+
+_PIECE_BYTES = 2**22
+
+
+def swap_in(swapped: SwappedTensor, *, checksums: bool = True, threads: int = 8, reader: str = "posix") -> Tensor:
+    """Reads values back. Blocks until they are in memory, and were checked.
+
+    Args:
+        swapped: The handle. Its file stays.
+        checksums: Whether to compare those that the file was written with.
+        threads: How many read at once.
+        reader: ``posix`` or ``aio``; where ``aio`` cannot be used, ``posix`` stands in.
+
+    Returns:
+        A contiguous host tensor of the handle's shape and dtype.
+
+    Raises:
+        SwapFileNotFoundError: The file is gone.
+        SwapCorruptedError: It is too short, is another file than was written, or its bytes have changed.
+        SwapError: It cannot be read.
+    """
+    if swapped.numel() == 0:
+        return torch.empty(swapped.shape, dtype=swapped.dtype)
+    skip = swapped.offset_bytes % ALIGNMENT_BYTES
+    capacity = round_up(skip + swapped.nbytes, ALIGNMENT_BYTES) + ALIGNMENT_BYTES
+    if swapped.checksums is not None and checksums:
+        capacity = round_up(capacity, swapped.checksums.block_bytes)
+    memory = aligned_empty(capacity)
+    with (
+        ThreadPoolExecutor(threads, thread_name_prefix="h2d-read") as pool,
+        reading(
+            swapped,
+            pool,
+            make_reader(reader)[0],
+            capacity=capacity,
+            threads=threads,
+            piece_bytes=_PIECE_BYTES,
+            checked=checksums,
+        ) as (ahead, chunks),
+    ):
+        (chunk,) = chunks
+        ahead.start(chunk, buffer_of(memory))()
+    return memory.narrow(0, chunk.skip, chunk.num_bytes).view(swapped.dtype).view(swapped.shape)

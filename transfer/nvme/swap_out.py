@@ -1,0 +1,227 @@
+"""``swap_out``: values go into a file that is there whole, or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..errors import InvalidTensorError, NotATensorError, SwapSpaceError, swap_error
+from ..tensor_memory import describe, storage_problem
+from .checksums import BLOCK_BYTES, Checksums, checksums_of
+from .memory import ALIGNMENT_BYTES, aligned_empty, round_up
+from .open_file import O_DIRECT
+from .swap_directory import OwnedFile, swap_directory
+from .swap_file import Header
+from .swapped_tensor import SwappedTensor, check_dtype
+
+#: What a thread casts, checks and writes at a time, in whole blocks.
+_PIECE_BYTES = 2**22
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def swap_out(
+    tensor: Tensor,
+    directory: str | os.PathLike[str],
+    name: str | None = None,
+    *,
+    checksums: bool = True,
+    threads: int = 8,
+    block_bytes: int = BLOCK_BYTES,
+) -> SwappedTensor:
+    """Writes values to a file of their own. Blocks until they are on the drive, and synced.
+
+    The space is taken first, so a full drive is an error before anything is written. The file appears under its
+    name when it is whole: whatever happens, there is all of it or nothing, and files of before are untouched.
+
+    Args:
+        tensor: Any dense tensor of plain values, of any strides; one that is not in host memory is copied there
+            as a whole first.
+        directory: Where. Each process has a directory of its own in it (mode 0700), which goes with the process.
+            Made if it is missing.
+        name: Becomes part of the file's name, for whoever looks at it. Any text; the same one twice makes two files.
+        checksums: Whether reads can notice bytes that have changed since.
+        threads: How many write at once. Each takes 4 MiB of memory.
+        block_bytes: Of values under each checksum: a multiple of 4096.
+
+    Returns:
+        The handle that the file belongs to: see ``SwappedTensor``.
+
+    Raises:
+        SwapSpaceError: There is no room, or the process's limit of file sizes is lower.
+        SwapError: The directory or file cannot be written; the subclass says which.
+        NotATensorError: ``tensor`` is none.
+        InvalidTensorError: It has no values of its own: meta, sparse, nested, quantized.
+        UnsupportedDtypeError: Its dtype has no plain values.
+    """
+    _check(tensor, threads, block_bytes)
+    own = swap_directory(directory)
+    header = Header.new(tensor.dtype, tensor.shape, block_bytes if checksums else 0)
+    path = own.new_path(name)
+    owned = None
+    sums = None
+    if tensor.numel() > 0:
+        sums = _write(tensor.detach(), path, header, threads)
+        owned = OwnedFile(path, own)
+    return SwappedTensor(path, tensor.dtype, tensor.shape, header.offset_bytes, sums, header.stamp, owned)
+
+
+def _check(tensor: Tensor, threads: int, block_bytes: int) -> None:
+    if not isinstance(tensor, Tensor):
+        raise NotATensorError(f"swap_out takes a torch.Tensor, not {type(tensor).__name__}")
+    problem = storage_problem(tensor)
+    if problem is not None:
+        raise InvalidTensorError(f"the tensor {problem} ({describe(tensor)})")
+    check_dtype(tensor.dtype)
+    if threads < 1 or block_bytes < ALIGNMENT_BYTES or block_bytes % ALIGNMENT_BYTES:
+        raise ValueError(
+            f"threads ({threads}) must be at least 1, block_bytes ({block_bytes}) a multiple of {ALIGNMENT_BYTES}"
+        )
+
+
+def _write(tensor: Tensor, path: Path, header: Header, threads: int) -> Checksums | None:
+    part = path.with_suffix(".part")
+    try:
+        with _created(part) as descriptor:
+            _reserve(descriptor, part, header.file_bytes)
+            values = _Values(tensor, part, header)
+            pieces = range(0, header.value_bytes, values.piece_bytes)
+            with ThreadPoolExecutor(min(threads, len(pieces)), thread_name_prefix="h2d-write") as pool:
+                try:
+                    found = list(pool.map(values.write, pieces))
+                except BaseException:
+                    pool.shutdown(cancel_futures=True)
+                    raise
+            values_of_blocks = list(itertools.chain.from_iterable(found))
+            sums = Checksums.of(header.block_bytes, values_of_blocks) if header.block_bytes else None
+            os.pwrite(descriptor, header.packed(sums), 0)
+            os.fsync(descriptor)
+        part.rename(path)
+        _sync_directory(path.parent)
+    except BaseException as error:
+        for each in (part, path):
+            with contextlib.suppress(OSError):
+                each.unlink()
+        if isinstance(error, OSError):
+            raise _explained(error, part, header.file_bytes) from error
+        raise
+    return sums
+
+
+class _Values:
+    """The values of a tensor, piece by piece on their way into a file. Threads may share one object."""
+
+    def __init__(self, tensor: Tensor, path: Path, header: Header) -> None:
+        host = tensor if tensor.device.type == "cpu" else tensor.cpu()
+        plain = host.resolve_conj().resolve_neg().contiguous()
+        # numpy's copies stay in the thread that makes them, where each of torch's would start threads of its own.
+        self._bytes = plain.view(-1).view(torch.uint8).numpy()
+        self._path = path
+        self._header = header
+        self._memory = threading.local()
+        self._direct = bool(O_DIRECT)
+        self.piece_bytes = round_up(_PIECE_BYTES, header.block_bytes or ALIGNMENT_BYTES)
+
+    def write(self, begin: int) -> list[int]:
+        """Writes one piece; returns the checksums of its blocks."""
+        length = min(self.piece_bytes, len(self._bytes) - begin)
+        padded = round_up(length, ALIGNMENT_BYTES)
+        memory = self._piece_of_memory().numpy()
+        memory[:length] = self._bytes[begin : begin + length]
+        memory[length:padded] = 0
+        buffer: memoryview = memory.data
+        self._write_all(buffer[:padded], self._header.offset_bytes + begin)
+        if not self._header.block_bytes:
+            return []
+        return checksums_of(buffer[:length], self._header.block_bytes)
+
+    def _piece_of_memory(self) -> Tensor:
+        memory: Tensor | None = getattr(self._memory, "piece", None)
+        if memory is None:
+            memory = self._memory.piece = aligned_empty(self.piece_bytes)
+        return memory
+
+    def _write_all(self, buffer: memoryview, offset: int) -> None:
+        """Past the page cache where the file system allows it: nobody reads these bytes from there."""
+        if self._direct:
+            try:
+                descriptor = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC | O_DIRECT)
+                try:
+                    written = os.pwrite(descriptor, buffer, offset)
+                finally:
+                    os.close(descriptor)
+                buffer, offset = buffer[written:], offset + written
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self._direct = False
+        if not buffer:
+            return
+        descriptor = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            while buffer:  # what a short write has left
+                written = os.pwrite(descriptor, buffer, offset)
+                buffer, offset = buffer[written:], offset + written
+        finally:
+            os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _created(path: Path) -> Iterator[int]:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _reserve(descriptor: int, path: Path, num_bytes: int) -> None:
+    """Takes the space of the whole file, or fails."""
+    free = shutil.disk_usage(path.parent).free
+    if free < num_bytes:
+        raise _no_room(errno.ENOSPC, path, num_bytes)
+    try:
+        os.posix_fallocate(descriptor, 0, num_bytes)
+    except AttributeError:  # another system
+        os.truncate(descriptor, num_bytes)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENODEV):
+            raise
+
+
+def _explained(error: OSError, path: Path, num_bytes: int) -> Exception:
+    if isinstance(error, SwapSpaceError):
+        return error
+    if error.errno in _NO_ROOM:
+        return _no_room(error.errno, path, num_bytes)
+    return swap_error(error, f"{num_bytes} bytes cannot be swapped out", path)
+
+
+def _no_room(number: int | None, path: Path, num_bytes: int) -> SwapSpaceError:
+    free: int | str = "an unknown number of"
+    with contextlib.suppress(OSError):
+        free = shutil.disk_usage(path.parent).free
+    remedy = "Free some, or swap out to another drive."
+    if number == errno.EFBIG:
+        remedy = "The process may not write files so large: raise its limit (`ulimit -f`)."
+    message = f"{os.strerror(number or errno.ENOSPC)}: {num_bytes} bytes wanted, {free} free. {remedy}"
+    return SwapSpaceError(number, message, str(path))
+
+
+def _sync_directory(path: Path) -> None:
+    """Makes the new name last; a system that cannot open directories syncs them by itself."""
+    with contextlib.suppress(PermissionError, IsADirectoryError):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

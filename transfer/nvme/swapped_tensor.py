@@ -1,0 +1,123 @@
+"""``SwappedTensor``: a handle to values that live in a file."""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import SwapCorruptedError, SwapFileNotFoundError, UnsupportedDtypeError
+from .checksums import Checksums
+from .open_file import check_size, opened
+from .swap_directory import OwnedFile
+from .swap_file import is_swap_file
+
+
+@dataclass(frozen=True)
+class SwappedTensor:
+    """Values in a file, which any transfer takes in place of a tensor in host memory.
+
+    ``swap_out`` returns one whose file belongs to it: the file is deleted with the last reference to the
+    handle, by ``delete``, and when the process ends. ``from_file`` makes one for a file that stays
+    somebody else's. A pickled handle works in another process while the file is there, and owns nothing.
+
+    Attributes:
+        path: The file.
+        dtype: Of the values.
+        shape: Of the values, which lie in C order without gaps, in this machine's byte order.
+        offset_bytes: Where in the file they begin.
+        checksums: For each block of a file of ours, unless it was written without.
+        stamp: What a file of ours says of itself, to tell it from one that took its place.
+    """
+
+    path: Path
+    dtype: torch.dtype
+    shape: torch.Size
+    offset_bytes: int = 0
+    checksums: Checksums | None = field(default=None, repr=False, compare=False)
+    stamp: str | None = field(default=None, repr=False)
+    _owned: OwnedFile | None = field(default=None, repr=False, compare=False)
+
+    @classmethod
+    def from_file(
+        cls, path: str | os.PathLike[str], dtype: torch.dtype, shape: tuple[int, ...] | int, offset_bytes: int = 0
+    ) -> SwappedTensor:
+        """Points at a file that somebody else wrote, such as DeepSpeed's ``.swp`` files.
+
+        Nothing in such a file says what it holds, so dtype, shape and offset are taken on trust; that it is long
+        enough is checked now and whenever it is read.
+
+        Args:
+            path: An existing file. It may be longer than the values.
+            dtype: Of the values.
+            shape: Of the values, or their number.
+            offset_bytes: Where they begin.
+
+        Raises:
+            SwapFileNotFoundError: There is no such file.
+            SwapError: It cannot be opened, or is not a regular file.
+            SwapCorruptedError: It is too short, or is a file of ``swap_out`` whose header these values would
+                include.
+            UnsupportedDtypeError: ``dtype`` is not a torch dtype with plain values.
+            ValueError: The shape or the offset is negative.
+        """
+        check_dtype(dtype)
+        sizes = torch.Size((shape,) if isinstance(shape, int) else shape)
+        if offset_bytes < 0 or any(size < 0 for size in sizes):
+            raise ValueError(f"shape {tuple(sizes)} and offset_bytes {offset_bytes} must not be negative")
+        swapped = cls(Path(path).expanduser(), dtype, sizes, offset_bytes)
+        with opened(swapped.path) as descriptor:
+            if offset_bytes == 0 and is_swap_file(descriptor):
+                raise SwapCorruptedError(
+                    errno.EBADMSG,
+                    "the file begins with a header of `transfer.nvme.swap_out`, not with values: use the handle that "
+                    "swap_out returned, or its offset_bytes",
+                    str(swapped.path),
+                )
+            check_size(descriptor, swapped.path, offset_bytes, swapped.nbytes)
+        return swapped
+
+    def numel(self) -> int:
+        """The number of values."""
+        return math.prod(self.shape)
+
+    def element_size(self) -> int:
+        """Bytes of one value."""
+        return self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all values."""
+        return self.numel() * self.dtype.itemsize
+
+    def delete(self) -> None:
+        """Deletes the file if it belongs to this handle. Twice is fine; somebody else's file stays.
+
+        Raises:
+            SwapError: The file cannot be deleted.
+        """
+        if self._owned is not None:
+            self._owned.delete()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.path, self.dtype, self.shape, self.offset_bytes, self.checksums, self.stamp)
+
+    def not_found(self) -> SwapFileNotFoundError:
+        """The error for a file that was deleted."""
+        return SwapFileNotFoundError(errno.ENOENT, "the swap file is gone", str(self.path))
+
+
+def check_dtype(dtype: object) -> None:
+    """Refuses what has no plain values.
+
+    Raises:
+        UnsupportedDtypeError: As said.
+    """
+    plain = isinstance(dtype, torch.dtype) and not str(dtype).removeprefix("torch.").startswith(("q", "bits"))
+    if not plain:
+        raise UnsupportedDtypeError(f"{dtype} is not a torch dtype whose values can lie in a file")
