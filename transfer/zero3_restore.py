@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import NotATensorError, StrategyUnavailableError
+from .nvme import SwappedTensor
 from .zero3_attachment import Attachment, crosses, has_own_order
 from .zero3_hooks import Replacement
 from .zero3_swap import buffer_manager, is_swapped
@@ -73,21 +74,22 @@ def _finishing(attachment: Attachment) -> Iterator[None]:
     attachment.finish()
 
 
-def _files(optimizer: Any, attachment: Attachment) -> dict[int, Any] | None:
+def _files(optimizer: Any, attachment: Attachment) -> dict[int, SwappedTensor] | None:
     """The master's file of each sub-group that is swapped; None where one cannot be read like this."""
     if has_own_order(optimizer) or getattr(buffer_manager(optimizer), "used_buffer_index", True):
         return None
-    files = {}
+    files: dict[int, SwappedTensor] = {}
     for sub_group_id in range(len(optimizer.fp16_groups)):
         if is_swapped(optimizer, sub_group_id):
-            files[sub_group_id] = _file(optimizer, sub_group_id, attachment)
-    return files if all(file is not None for file in files.values()) else None
+            file = _file(optimizer, sub_group_id, attachment)
+            if file is None:
+                return None
+            files[sub_group_id] = file
+    return files
 
 
-def _file(optimizer: Any, sub_group_id: int, attachment: Attachment) -> Any:
+def _file(optimizer: Any, sub_group_id: int, attachment: Attachment) -> SwappedTensor | None:
     """A handle to the master's values on disk, or None."""
-    from .nvme import SwappedTensor  # type: ignore[import-not-found, unused-ignore]
-
     info = _swap_info(optimizer, sub_group_id)
     path = _path(info)
     if path is None or not hasattr(info, "release_unswapped_gradients") or not Path(path).is_file():

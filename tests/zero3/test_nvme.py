@@ -24,10 +24,7 @@ RUNS = [
     {"name": "direct in chunks", "how": "install", "transfer": IN_CHUNKS},
     {"name": "immediate", "how": "section", "section": {**DIRECT, "completion": "immediate"}},
 ]
-FEW_RUNS = [
-    *(run for run in RUNS if run["name"] in ("deepspeed", "staged")),
-    {"name": "direct", "how": "attach", "transfer": {**DIRECT, "fallback": True}},  # files are staged
-]
+FEW_RUNS = [run for run in RUNS if run["name"] in ("deepspeed", "staged", "direct")]
 SWAPPED = (1_049_088, 1_049_600)
 IN_MEMORY = 512
 BUFFERS = 8
@@ -86,6 +83,7 @@ def test_a_checkpoint_is_restored_from_the_masters_files(tmp_path, pipeline):
             expected = 5 * TILES + 3 if len(got) == 2 and name != "deepspeed" else mine["submitted"]
             assert mine["submitted"] == expected
             assert mine["waited_at_once"] == (0 if name == "deepspeed" else 1)
+            assert mine["stats"].get("nvme_swapped", {"copies": 0})["copies"] == (0 if name == "deepspeed" else 2)
     resumed = trained({**spec, "resume": spec["rewind"], "rewind": None, "steps": 2}, FEW_RUNS, tmp_path)
     for mine in resumed["direct"]:
         assert (len(mine["seen"]), mine["waited_at_once"]) == (3, 1)
@@ -113,8 +111,7 @@ def test_persistent_parameters_get_their_values_where_the_others_are_on_nvme(tmp
         "max_in_cpu": 0,
     }
     zero = {"offload_param": offload_param, "stage3_param_persistence_threshold": 2_000}
-    runs = [run for run in RUNS if run["name"] in ("deepspeed", "staged", "direct")]
-    results = trained(spec_of(tmp_path, pipeline, zero=zero), runs, tmp_path)
+    results = trained(spec_of(tmp_path, pipeline, zero=zero), FEW_RUNS, tmp_path)
     for name in ("staged", "direct"):
         for mine in results[name]:
             assert mine["waited_at_once"] == mine["submitted"] == 3 * 4, "four biases in each of three steps"

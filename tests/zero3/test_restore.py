@@ -6,18 +6,19 @@ import logging
 import pytest
 import torch
 
-from tests.zero3.nvme_stand_in import stand_in_if_missing
 from tests.zero3.swapping import SwappingStage3
 from tests.zero3.test_deferred import DIRECT, STAGED, after
-from transfer import NotATensorError, StrategyUnavailableError, build_transfer, zero3
+from transfer import (
+    NotATensorError,
+    PinnedStagedTransfer,
+    StrategyUnavailableError,
+    SwapCorruptedError,
+    build_transfer,
+    zero3,
+)
 from transfer.zero3_restore import _path
 
 SWAPPED, IN_MEMORY = (0, 2), 1
-
-
-@pytest.fixture(autouse=True)
-def _nvme(monkeypatch):
-    stand_in_if_missing(monkeypatch.setitem, monkeypatch.setattr)
 
 
 def loaded(sub_group_id):
@@ -157,6 +158,24 @@ def test_a_transfer_that_takes_no_files_leaves_it_to_deepspeed(simulated, tmp_pa
     assert optimizer.values() == RESTORED
     assert optimizer.swapped_in == [0, 2]
     assert str(error) in caplog.text
+
+
+def test_a_file_that_is_too_short_is_an_error_that_names_it(simulated, tmp_path):
+    """DeepSpeed's reader ends the process then."""
+    optimizer = make(simulated, tmp_path)
+    optimizer.info(2).path.write_bytes(bytes(8 * 4 - 1))
+    with pytest.raises(SwapCorruptedError, match=r"2\.tensor\.swp"):
+        optimizer.reset_swap_buffers()
+    assert optimizer.values()[0] == after(0), "nothing has been copied yet"
+
+
+def test_a_caller_s_own_strategy_that_reads_no_files_leaves_it_to_deepspeed(simulated, tmp_path, caplog):
+    optimizer = make(simulated, tmp_path)
+    zero3.attach(optimizer, PinnedStagedTransfer(accelerator=simulated, chunk_elements=3))
+    optimizer.reset_swap_buffers()
+    assert optimizer.values() == RESTORED
+    assert optimizer.swapped_in == [0, 2]
+    assert "DeepSpeed's own code" in caplog.text
 
 
 def test_unless_nothing_may_stand_in(simulated, tmp_path):

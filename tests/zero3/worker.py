@@ -19,7 +19,6 @@ import torch
 
 import accelerators
 from accelerators.simulated import SimulatedAccelerator
-from tests.zero3.nvme_stand_in import stand_in_if_missing
 from transfer import InFlightCopy, PinnedStagedTransfer, build_transfer, zero3, zero3_hooks, zero3_tiles
 
 STEPS = 3
@@ -49,7 +48,6 @@ def main():
     if spec["accelerator"] == "cuda":
         torch.cuda.set_device(local_rank)
     deepspeed.init_distributed()
-    stand_in_if_missing()
     for run in spec["runs"]:
         torch.save(train(spec, run, simulated, rank), out / f"{run['name']}-{rank}.pt")
     torch.distributed.barrier()
