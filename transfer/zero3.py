@@ -7,7 +7,8 @@ What is replaced is one copy in ``_reassign_or_swap_out_partitioned_parameters``
 optimizer has updated a sub-group, its fp32 master partition on the host goes to its low-precision
 partition on the device. That method has had the same name and body from DeepSpeed 0.16 to 0.19;
 SuperOffload overrides it, so it is replaced in the class that defines it. Where the copy does not
-cross from the host to the device, DeepSpeed's own code runs.
+cross from the host to the device, DeepSpeed's own code runs. Beside it, two methods that copy masters
+or parameters on NVMe are replaced: ``zero3_restore`` and ``zero3_param_swap`` say what for.
 
 With ``completion: deferred`` the copies of a step are waited for at its end (``zero3_step`` says how).
 """
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import zero3_hooks as hooks
+from . import zero3_param_swap, zero3_restore
 from .config_file import ConfigLike, resolve_config
 from .errors import AttachError
 from .interface import HostToDeviceTransfer
@@ -163,18 +165,17 @@ def uninstall() -> None:
         _detached.clear()
         _unhook_if_unused()
     with contextlib.ExitStack() as closing:  # closes every one of them, and raises the first error after
-        for _, attachment in by_install:
+        for optimizer, attachment in by_install:
+            closing.callback(_give_up, attachment, optimizer)
+
+
+def _give_up(attachment: Attachment, optimizer: Any, *, close: bool = False) -> None:
+    """Gives back what was prepared, and closes a transfer that was built here; with ``close`` a caller's, too."""
+    with contextlib.ExitStack() as closing:  # each of these, from the last to the first, and an error after
+        closing.callback(attachment.unprepare, optimizer)
+        if close or attachment.config is not None:
             closing.callback(attachment.transfer.close)
-            closing.callback(attachment.finish)
-
-
-def _give_up(attachment: Attachment, optimizer: Any) -> None:
-    """Closes a transfer that was built here; a caller's transfer only gives the masters back."""
-    attachment.finish()
-    if attachment.config is not None:
-        attachment.transfer.close()
-    else:
-        attachment.unprepare(optimizer)
+        attachment.finish()
 
 
 def _attach(optimizer: Any, attachment: Attachment) -> HostToDeviceTransfer:
@@ -225,16 +226,20 @@ def _destroy(original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs:
     try:
         if attachment is not None:
             # Before DeepSpeed frees the partitions that copies in flight use.
-            with contextlib.ExitStack() as closing:
-                closing.callback(attachment.transfer.close)
-                attachment.finish()
+            _give_up(attachment, optimizer, close=True)
     finally:
         original(optimizer, *args, **kwargs)
         with _lock:
             _unhook_if_unused()
 
 
-_OURS = {**replacements(_find), "destroy": _destroy}
+_OURS = {
+    **replacements(_find),
+    **zero3_restore.replacements(_find),
+    # Runs while an optimizer is made, too, when it is not to be attached yet.
+    **zero3_param_swap.replacements(_attachments.get),
+    "destroy": _destroy,
+}
 
 
 def _configure_zero_optimizer(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 from .config import TransferConfig
 from .in_flight import InFlightCopy
 from .interface import HostToDeviceTransfer
+from .zero3_swap import SwapBuffers, is_swapped
 
 
 @dataclass(eq=False)
@@ -34,27 +35,44 @@ class Attachment:
     _in_flight: list[tuple[int, InFlightCopy]] = field(default_factory=list)
     _interrupted: bool = False
     _prepared: dict[int, tuple[weakref.ref[Any], int]] = field(default_factory=dict)
+    _swap_buffers: SwapBuffers = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._swap_buffers = SwapBuffers(self.transfer)
 
     @property
     def deferred(self) -> bool:
         """Whether waits may be put off to the end of a step; so they are for a strategy on its own."""
         return getattr(self.transfer.config, "completion", "deferred") == "deferred"
 
-    def prepare(self, optimizer: Any, sub_group_id: int) -> None:
-        """Prepares a master partition, once for each storage that it is given, and place where that is."""
-        if getattr(optimizer, "swap_optimizer", False) or has_own_order(optimizer):
-            # On NVMe it passes through buffers that belong to others. ZenFlow and SuperOffload move masters
-            # into shared memory, under the storage that stays: what is page-locked must not move.
+    def prepare(self, optimizer: Any, sub_group_id: int, elements: int | None = None) -> None:
+        """Prepares what a master's copy-backs leave from.
+
+        That is the master itself, once for each storage that it is given, and place where that is; for one on
+        NVMe it is DeepSpeed's swap buffers.
+
+        Args:
+            optimizer: The optimizer.
+            sub_group_id: The master's.
+            elements: The most that one copy takes, which may be too few to prepare anything; None: all of them.
+        """
+        if has_own_order(optimizer):
+            # ZenFlow and SuperOffload move masters into shared memory, under the storage that stays: what is
+            # page-locked must not move.
+            return
+        if is_swapped(optimizer, sub_group_id):
+            self._swap_buffers.prepare(optimizer, elements)
             return
         source = optimizer.fp32_partitioned_groups_flat[sub_group_id].data
         storage, address = source.untyped_storage(), source.untyped_storage().data_ptr()
         known = self._prepared.get(sub_group_id)
         if known is None or known[0]() is not storage or known[1] != address:
-            self.transfer.prepare(source)
+            self.transfer.prepare(source if elements is None else source.narrow(0, 0, elements))
             self._prepared[sub_group_id] = weakref.ref(storage), address
 
     def unprepare(self, optimizer: Any) -> None:
-        """Undoes ``prepare`` for every master."""
+        """Undoes ``prepare`` for every master and buffer."""
+        self._swap_buffers.unprepare()
         for sub_group_id in tuple(self._prepared):
             self.transfer.unprepare(optimizer.fp32_partitioned_groups_flat[sub_group_id].data)
             del self._prepared[sub_group_id]

@@ -1,6 +1,6 @@
 """What runs in place of ZeRO-3's methods, in the order of a step.
 
-``step`` marks that a step is under way; ``_optimizer_step`` updates the last sub-group in tiles; the
+``step`` marks that a step is under way; ``_optimizer_step`` updates in tiles what no later update hides; the
 copy-back submits; ``_release_sub_group`` waits for masters whose buffer DeepSpeed is about to reuse;
 ``_post_step``, which gathers parameters, waits for everything, as does the end of ``step`` however it is
 reached. Whoever looks at a partition between steps sees a finished copy.
@@ -15,6 +15,7 @@ from typing import Any
 from . import zero3_monitor as monitor
 from .zero3_attachment import Attachment, crosses, has_own_order
 from .zero3_hooks import Replacement, is_ours
+from .zero3_swap import is_swapped
 from .zero3_tiles import can_tile, has_post_hooks, updating_in_tiles
 
 COPY_BACK = "_reassign_or_swap_out_partitioned_parameters"
@@ -56,7 +57,9 @@ def replacements(find: Callable[[Any], Attachment | None]) -> dict[str, Replacem
         attachment.release_source(sub_group_id)  # an update writes what a copy might still read
         cpu_optimizer = getattr(optimizer, "optimizer", None)
         if not (
-            _defers(attachment, optimizer) and _is_last(optimizer, sub_group_id, attachment) and can_tile(cpu_optimizer)
+            _defers(attachment, optimizer)
+            and _is_exposed(optimizer, sub_group_id, attachment)
+            and can_tile(cpu_optimizer)
         ):
             return original(optimizer, sub_group_id, *args)
         destination, master = _partitions(optimizer, sub_group_id)
@@ -88,7 +91,7 @@ def replacements(find: Callable[[Any], Attachment | None]) -> dict[str, Replacem
 
     def release_sub_group(original: Callable[..., Any], optimizer: Any, sub_group_id: int, *args: Any) -> Any:
         attachment = find(optimizer)
-        if attachment is not None and getattr(optimizer, "swap_optimizer", False):
+        if attachment is not None and is_swapped(optimizer, sub_group_id):
             attachment.release_source(sub_group_id)
         return original(optimizer, sub_group_id, *args)
 
@@ -121,12 +124,24 @@ def _defers(attachment: Attachment, optimizer: Any) -> bool:
     return only_ours and not has_post_hooks(getattr(optimizer, "optimizer", None))
 
 
-def _is_last(optimizer: Any, sub_group_id: int, attachment: Attachment) -> bool:
-    """Whether this is the last sub-group whose master crosses."""
-    later = range(len(optimizer.fp32_partitioned_groups_flat) - 1, sub_group_id, -1)
-    return crosses(optimizer, sub_group_id, attachment.transfer) and not any(
-        crosses(optimizer, each, attachment.transfer) for each in later
-    )
+def _is_exposed(optimizer: Any, sub_group_id: int, attachment: Attachment) -> bool:
+    """Whether this sub-group's master crosses, and the updates that follow are too short to hide its copy.
+
+    On NVMe no update follows before the master's buffer is wanted back. Elsewhere as many elements are
+    enough: their update takes longer than the copy of these. The last sub-groups are often small ones.
+    """
+    if not crosses(optimizer, sub_group_id, attachment.transfer):
+        return False
+    if is_swapped(optimizer, sub_group_id):
+        return True
+    partitions = optimizer.fp16_partitioned_groups_flat
+    left = partitions[sub_group_id].numel()
+    for later in range(sub_group_id + 1, len(partitions)):
+        if left <= 0:
+            break
+        if crosses(optimizer, later, attachment.transfer):
+            left -= partitions[later].numel()
+    return bool(left > 0)
 
 
 def _partitions(optimizer: Any, sub_group_id: int) -> tuple[Any, Any]:

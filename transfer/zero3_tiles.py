@@ -1,10 +1,10 @@
-"""CPU Adam tile by tile, so that the last copy-back of a step starts before the update has ended.
+"""CPU Adam tile by tile, so that a copy-back starts before the update has ended.
 
-Behind the last sub-group nothing is left to hide its copy. DeepSpeed's CPU Adam updates elements one by
-one, so a partition may be updated in parts: after each, the part is on its way while the next is
-updated. Tiles are halves of what is left, so that what nothing hides is a small rest. The op's own
-loop has the same boundaries between vector code and the scalar tail, as each tile but the last is a
-multiple of every vector width: the bits are those of one call.
+Behind the last sub-group, and behind each one on NVMe, nothing is left to hide its copy. DeepSpeed's CPU
+Adam updates elements one by one, so a partition may be updated in parts: after each, the part is on its way
+while the next is updated. Tiles are halves of what is left, so that what nothing hides is a small rest. The
+op's own loop has the same boundaries between vector code and the scalar tail, as each tile but the last is
+a multiple of every vector width: the bits are those of one call.
 """
 
 from __future__ import annotations

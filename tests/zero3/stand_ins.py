@@ -62,6 +62,9 @@ class SteppingStage3(Stage3):
         self.swap_buffer = accelerator.pin_empty(8, dtype=torch.float32)
         self.fp32_partitioned_groups_flat = [torch.nn.Parameter(torch.empty(0)) for _ in self.on_disk]
 
+    def _swappable_optimizer_subgroup(self, sub_group_id):
+        return self.swap_buffer is not None
+
     def step(self, closure=None):
         if self.overflow:
             return

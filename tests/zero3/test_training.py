@@ -241,26 +241,3 @@ def test_fp32_partitions_under_autocast_cross_too(tmp_path):
         assert got["submitted"] == 6
         assert got["pinned_bytes"] == 8000
         assert got["digest"] == expected["digest"]
-
-
-@pytest.mark.skipif(
-    "H2D_TEST_AIO" not in os.environ, reason="DeepSpeed's aio op takes minutes to build; H2D_TEST_AIO=1 asks for it."
-)
-def test_masters_that_deepspeed_swaps_to_nvme_are_staged_from_its_buffers(tmp_path):
-    accelerator = "cuda" if unavailable_reason("cuda") is None else "simulated"
-    spec = {
-        "accelerator": accelerator,
-        "dtype": "bf16",
-        "optimizer": "DeepSpeedCPUAdam",
-        "width": 1024,  # a sub-group is swapped from 262,144 elements a rank on
-        "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path / "swap"), "buffer_count": 8},
-        "zero": {"sub_group_size": 600_000},
-    }
-    runs = [run for run in PLAIN_RUNS if run["name"] in ("deepspeed", "pageable", "staged")]
-    world_size = 1 if accelerator == "cuda" and torch.cuda.device_count() == 1 else 2
-    results = train(spec, runs, world_size, tmp_path)
-    for name in ("pageable", "staged"):
-        for got, expected in zip(results[name], results["deepspeed"], strict=True):
-            assert got["submitted"] == 3 * got["sub_groups"]
-            assert got["digest"] == expected["digest"]
-            assert got["pinned_bytes"] == (4000 if name == "staged" else 0)

@@ -3,8 +3,9 @@
 Usage, under torch.distributed.run: ``worker.py SPEC.json OUT``. The spec holds ``accelerator``,
 ``dtype``, ``optimizer`` (``AdamW`` or ``DeepSpeedCPUAdam``), ``zero`` and ``offload_optimizer`` (more of
 these sections), ``deepspeed`` (more of the whole config), ``width`` of the model, ``look_between`` (whether
-everything that reads the model between steps is called there), and ``runs``: a name for each, and how its
-copies are done.
+everything that reads the model between steps is called there), ``rewind`` (a folder, if a checkpoint of the
+first step is to be loaded after the third), ``resume`` (such a folder, to begin with that checkpoint), and
+``runs``: a name for each, and how its copies are done.
 """
 
 import hashlib
@@ -95,7 +96,9 @@ def train(spec, run, simulated, rank):
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
     stage3 = engine.optimizer
     if simulated is not None and not spec.get("partitions_on_host"):
-        on_device = list(stage3.fp16_partitioned_groups_flat)
+        on_device = [partition for partition in stage3.fp16_partitioned_groups_flat if partition is not None]
+        if stage3.offload_param:
+            on_device = [parameter.ds_tensor for parameter in model.parameters() if parameter.ds_persist]
         if not stage3.offload_optimizer:
             on_device += stage3.fp32_partitioned_groups_flat
         for partition in on_device:
@@ -111,6 +114,9 @@ def train(spec, run, simulated, rank):
         transfer = zero3.attach(engine, ForgetsToWait(chunk_elements=1000))
     submitted, waited = count_calls(transfer)
     losses, seen, skipped = [], [], 0
+    if spec.get("resume"):
+        engine.load_checkpoint(str(Path(spec["resume"], run["name"])))
+        seen += [partition.cpu().clone() for partition in stage3.fp16_partitioned_groups_flat]
     generator = torch.Generator().manual_seed(100 + rank)
     for number in range(spec.get("steps", STEPS)):
         batch = torch.randn(2, width, generator=generator).to(engine.device, dtype)
@@ -121,9 +127,11 @@ def train(spec, run, simulated, rank):
         skipped += bool(getattr(stage3, "overflow", False))
         if spec.get("look_between"):
             seen += look(engine, model, batch, number, Path(spec["look_between"], f"{run['name']}-{number}"))
+        if spec.get("rewind"):
+            seen += rewind(engine, number, Path(spec["rewind"], run["name"]))
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
         parameters = [parameter.detach().cpu().clone() for parameter in model.parameters()]
-    partitions = [partition.cpu().clone() for partition in stage3.fp16_partitioned_groups_flat]
+    partitions = [each.cpu().clone() for each in stage3.fp16_partitioned_groups_flat if each is not None]
     on_host = [not accelerators.get_accelerator().on_device(p) for p in stage3.fp32_partitioned_groups_flat]
     pinned = transfer.pinned_bytes if transfer is not None else 0
     page_locked = transfer.page_locked_bytes if transfer is not None else 0
@@ -172,6 +180,16 @@ def look(engine, model, batch, number, path):
         engine.load_checkpoint(str(path))
     seen += [partition.cpu().clone() for partition in engine.optimizer.fp16_partitioned_groups_flat]
     return seen
+
+
+def rewind(engine, number, path):
+    """Saves after the first step; after the third, goes back to it and returns what the partitions hold then."""
+    if number == 0:
+        engine.save_checkpoint(str(path))
+    if number != 2:
+        return []
+    engine.load_checkpoint(str(path))
+    return [partition.cpu().clone() for partition in engine.optimizer.fp16_partitioned_groups_flat]
 
 
 def count_calls(transfer):

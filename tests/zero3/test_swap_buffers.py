@@ -1,0 +1,163 @@
+"""Masters on NVMe: the buffers that their copy-backs leave from, on a stand-in; copies as late as may be."""
+
+import gc
+
+import pytest
+import torch
+
+from accelerators.testing import failing
+from tests.zero3.stand_ins import Spy
+from tests.zero3.swapping import SwappingStage3
+from tests.zero3.test_deferred import BEFORE, DIRECT, STAGED, after
+from transfer import FallbackWarning, StrategyUnavailableError, build_transfer, zero3
+from transfer.zero3_attachment import Attachment
+from transfer.zero3_step import _is_exposed
+
+#: Four buffers of twelve fp32 elements.
+BUFFERS_BYTES = 4 * 12 * 4
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "pipelined"])
+def optimizer(simulated, tmp_path, request):
+    return SwappingStage3(simulated, tmp_path, in_memory=[1], pipelined=request.param)
+
+
+@pytest.mark.parametrize("config", [DIRECT, STAGED], ids=["direct", "staged"])
+def test_each_swapped_master_is_copied_before_its_buffer_is_reused(simulated, optimizer, config):
+    zero3.attach(optimizer, build_transfer(config, simulated))
+    for steps in (1, 2):
+        optimizer.step()
+        assert optimizer.seen_at_gather == [after(each, steps) for each in range(3)]
+        assert [optimizer.info(each).read().tolist() for each in (0, 2)] == [after(0, steps), after(2, steps)]
+
+
+def test_the_device_reads_the_buffers_themselves_which_are_page_locked_once(simulated, optimizer):
+    transfer = build_transfer(DIRECT, simulated)
+    zero3.attach(optimizer, transfer)
+    in_memory = 8 * 4
+    assert simulated.pinned_bytes == BUFFERS_BYTES + in_memory
+    prepared = []
+    transfer.prepare = lambda source: prepared.append(source)
+    for _ in range(2):
+        optimizer.step()
+    assert prepared == []
+    assert transfer.stats()["pinned_direct"].copies == 6
+    assert simulated.pinned_bytes == BUFFERS_BYTES + in_memory
+    zero3.detach(optimizer)
+    assert simulated.pinned_bytes == 0
+
+
+def test_a_master_in_memory_beside_swapped_ones_hides_behind_the_next_update(simulated, optimizer):
+    zero3.attach(optimizer, build_transfer(DIRECT, simulated))
+    optimizer.step()
+    assert optimizer.seen_at_update[1] == [after(0), BEFORE, BEFORE], "its buffer was wanted back"
+    assert optimizer.seen_at_update[2] == [after(0), BEFORE, BEFORE], "in memory there is no hurry"
+
+
+def test_buffers_that_were_replaced_are_prepared_anew(simulated, optimizer):
+    transfer = build_transfer(DIRECT, simulated)
+    zero3.attach(optimizer, transfer)
+    optimizer.step()
+    optimizer.replace_manager()
+    assert optimizer.freed == [], "the old buffers are read by nobody, but page-locked"
+    optimizer.step()
+    gc.collect()
+    assert optimizer.freed == [[False] * 4], "given back before they were freed"
+    assert all(simulated.is_pinned(buffer) for buffer in optimizer.buffers())
+    assert optimizer.values() == [after(each, 2) for each in range(3)]
+    assert simulated.pinned_bytes == BUFFERS_BYTES + 8 * 4
+
+
+@pytest.mark.parametrize("in_a_cycle", [False, True], ids=["dropped", "collected"])
+@pytest.mark.parametrize("given", [False, True], ids=["built", "given"])
+def test_buffers_are_given_back_before_a_dropped_engine_frees_them(simulated, tmp_path, in_a_cycle, given):
+    import accelerators
+
+    accelerators.set_accelerator(simulated)
+    try:
+        optimizer = SwappingStage3(simulated, tmp_path)
+        freed = optimizer.freed
+        transfer = zero3.attach(optimizer, build_transfer(DIRECT, simulated) if given else DIRECT)
+        optimizer.step()
+        assert simulated.pinned_bytes == BUFFERS_BYTES
+        if in_a_cycle:
+            optimizer.engine = [optimizer]
+        del optimizer
+        gc.collect()
+        assert freed == [[False] * 4]
+        assert transfer.page_locked_bytes == simulated.pinned_bytes == 0
+    finally:
+        accelerators.set_accelerator(None)
+
+
+def test_an_engine_that_was_destroyed_has_given_its_buffers_back(simulated, optimizer):
+    zero3.attach(optimizer, build_transfer(DIRECT, simulated))
+    optimizer.step()
+    optimizer.destroy()
+    assert simulated.pinned_bytes == 0
+    del optimizer.optimizer_swapper
+    gc.collect()
+    assert optimizer.freed == [[False] * 4]
+
+
+def test_detaching_lets_go_of_the_manager(simulated, optimizer):
+    zero3.attach(optimizer, build_transfer(DIRECT, simulated))
+    zero3.detach(optimizer)
+    del optimizer.optimizer_swapper
+    gc.collect()
+    assert optimizer.freed == [[False] * 4]
+
+
+def test_buffers_that_may_not_be_page_locked_are_staged(simulated, optimizer):
+    transfer = build_transfer({**DIRECT, "fallback": True}, simulated)
+    with failing(simulated, "register_host_memory", OSError("locked memory limit"), times=99):
+        with pytest.warns(FallbackWarning, match="locked memory limit"):
+            zero3.attach(optimizer, transfer)
+        optimizer.step()
+    assert optimizer.values() == [after(each) for each in range(3)]
+    assert transfer.stats()["pinned_staged"].copies == 3
+
+
+def test_where_nothing_may_stand_in_the_engine_stays_as_it_was(simulated, optimizer):
+    with (
+        failing(simulated, "register_host_memory", OSError("no"), after=2, times=99),
+        pytest.raises(StrategyUnavailableError, match="no"),
+    ):
+        zero3.attach(optimizer, build_transfer(DIRECT, simulated))
+    assert simulated.pinned_bytes == 0
+    optimizer.step()
+    assert optimizer.calls[:3] == [("deepspeed", each) for each in range(3)]
+
+
+def test_buffers_are_not_prepared_for_an_order_of_their_own(simulated, optimizer):
+    optimizer.zenflow = True
+    spy = Spy(simulated)
+    zero3.attach(optimizer, spy)
+    assert spy.log == []
+
+
+@pytest.mark.parametrize(
+    ("sizes", "swapped", "exposed"),
+    [
+        ([8, 8, 8], (), [2]),
+        ([8, 8, 3], (), [1, 2]),  # the small last one does not hide what comes before
+        ([8, 2, 2, 4], (), [3]),  # those after the first are as many
+        ([8, 2, 2, 3], (), [0, 3]),
+        ([8, 8, 3], (0, 1), [0, 1, 2]),  # the rest is in memory
+        ([8, 3, 8], (0, 2), [0, 2]),
+        ([8, 0], (), [0]),
+    ],
+)
+def test_updates_go_in_tiles_where_no_later_one_hides_the_copy(simulated, tmp_path, sizes, swapped, exposed):
+    in_memory = [each for each in range(len(sizes)) if each not in swapped]
+    optimizer = SwappingStage3(simulated, tmp_path, sub_groups=len(sizes), in_memory=in_memory)
+    optimizer.fp16_partitioned_groups_flat = [simulated.device_empty(size, dtype=torch.bfloat16) for size in sizes]
+    attachment = Attachment(build_transfer(DIRECT, simulated))
+    assert [each for each in range(len(sizes)) if _is_exposed(optimizer, each, attachment)] == exposed
+
+
+def test_updates_that_follow_on_the_device_hide_nothing(simulated, tmp_path):
+    optimizer = SwappingStage3(simulated, tmp_path, in_memory=[0, 1, 2])
+    optimizer.fp32_partitioned_groups_flat[2] = simulated.device_empty(8, dtype=torch.float32)
+    attachment = Attachment(build_transfer(DIRECT, simulated))
+    assert [each for each in range(3) if _is_exposed(optimizer, each, attachment)] == [1]
