@@ -10,7 +10,8 @@ from typing import Any
 
 from .cli.transformer import Shape, Transformer
 from .errors import AcceleratorFailedError
-from .zero3_bench_nvme import check_lock_limit, check_swapped, is_swapped, offload_section, sources
+from .zero3_bench_nvme import check_lock_limit, check_swapped, offload_section, sources
+from .zero3_swap import is_swapped
 
 
 def start_deepspeed(accelerator: Any) -> None:

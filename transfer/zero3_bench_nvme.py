@@ -14,6 +14,7 @@ from accelerators.deepspeed_aio import may_lock_bytes
 from .errors import StrategyUnavailableError
 from .nvme import SwappedTensor, swap_in
 from .registry import get_strategy
+from .zero3_swap import buffer_manager, is_swapped
 
 #: Three states and a gradient, and one more; twice four where the next sub-group is read meanwhile.
 _BUFFERS, _PIPELINED_BUFFERS = 5, 8
@@ -69,11 +70,6 @@ def check_swapped(optimizer: Any) -> None:
         )
 
 
-def is_swapped(optimizer: Any, sub_group_id: int) -> bool:
-    """Whether the state of this sub-group is in files."""
-    return bool(optimizer.swap_optimizer and optimizer._swappable_optimizer_subgroup(sub_group_id))
-
-
 def masters(optimizer: Any) -> Iterator[Any]:
     """The master partition of each sub-group, as it is now, between steps: read from its file where it is in one."""
     for sub_group_id in _sub_groups(optimizer):
@@ -115,4 +111,4 @@ def _sub_groups(optimizer: Any) -> range:
 
 
 def _buffers(optimizer: Any) -> list[Any]:
-    return list(optimizer.optimizer_swapper.swap_buffer_manager.all_buffers)
+    return list(buffer_manager(optimizer).all_buffers)

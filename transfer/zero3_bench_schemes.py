@@ -15,8 +15,9 @@ from .config_file import resolve_config
 from .interface import HostToDeviceTransfer
 from .registry import get_strategy
 from .routed import build_transfer
-from .zero3_bench_nvme import is_swapped, masters
+from .zero3_bench_nvme import masters
 from .zero3_step import COPY_BACK
+from .zero3_swap import is_swapped
 
 
 @dataclass
