@@ -31,7 +31,9 @@ def swap_in(swapped: SwappedTensor, *, checksums: bool = True, threads: int = 8,
         SwapFileNotFoundError: The file is gone.
         SwapCorruptedError: It is too short, is another file than was written, or its bytes have changed.
         SwapError: It cannot be read.
+        ValueError: There is no such reader, or ``threads`` is not positive.
     """
+    source = make_reader(reader)[0]
     if swapped.numel() == 0:
         return torch.empty(swapped.shape, dtype=swapped.dtype)
     skip = swapped.offset_bytes % ALIGNMENT_BYTES
@@ -44,7 +46,7 @@ def swap_in(swapped: SwappedTensor, *, checksums: bool = True, threads: int = 8,
         reading(
             swapped,
             pool,
-            make_reader(reader)[0],
+            source,
             capacity=capacity,
             max_elements=swapped.numel() + capacity,
             piece_bytes=_PIECE_BYTES,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,7 @@ def check_dtype(dtype: object) -> None:
     Raises:
         UnsupportedDtypeError: As said.
     """
-    plain = isinstance(dtype, torch.dtype) and not str(dtype).removeprefix("torch.").startswith(("q", "bits"))
-    if not plain:
+    name = str(dtype).removeprefix("torch.")
+    # Quantized; bits without a meaning; and u?int1 to 7, which torch has no copy of.
+    if not isinstance(dtype, torch.dtype) or re.match(r"q|bits|u?int[1-7]$", name):
         raise UnsupportedDtypeError(f"{dtype} is not a torch dtype whose values can lie in a file")

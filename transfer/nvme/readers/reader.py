@@ -43,9 +43,14 @@ def make_reader(name: str) -> tuple[Reader, str | None]:
 
     Returns:
         The reader, and why it is another one than was asked for, as one sentence, or None.
+
+    Raises:
+        ValueError: There is none of this name.
     """
     from .posix import PosixReader
 
+    if name not in READERS:
+        raise ValueError(f"there is no reader {name!r}, only {' and '.join(READERS)}")
     if name == "aio":
         from .aio import AioReader, why_not_aio
 
