@@ -75,10 +75,11 @@ def plan_reads(swapped: SwappedTensor, capacity: int, max_elements: int, checked
             unit, direct, most = size, False, min(capacity, max_elements * size)
     payload = round_down(most, unit)
     if payload == 0:
+        enough = -(-unit * capacity // (4 * most))
         raise SwapError(
             errno.EINVAL,
             f"this file has a checksum for each {unit} bytes, and chunks hold {most}: raise "
-            f"`nvme_swapped.chunk_elements` to {-(-unit // 4)}, or set `nvme_swapped.checksums: false`",
+            f"`nvme_swapped.chunk_elements` to {enough}, or set `nvme_swapped.checksums: false`",
             str(swapped.path),
         )
     chunks = []

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from ..errors import swap_error
 from .mounts import is_local, machine
+from .paths import absolute
 
 logger = logging.getLogger("transfer")
 
@@ -100,7 +101,7 @@ def swap_directory(root: str | os.PathLike[str]) -> SwapDirectory:
     Raises:
         SwapError: It cannot be made or written; the subclass says which.
     """
-    path = Path(os.path.abspath(Path(root).expanduser()))  # noqa: PTH100 - `resolve` would follow links
+    path = absolute(root)
     with _guard:
         known = _directories.get(path)
         if known is None or not known.path.is_dir():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import math
+import operator
 import os
 import re
 from dataclasses import dataclass, field
@@ -15,8 +16,9 @@ import torch
 from ..errors import SwapCorruptedError, SwapFileNotFoundError, UnsupportedDtypeError
 from .checksums import Checksums
 from .open_file import check_size, opened
+from .paths import absolute
 from .swap_directory import OwnedFile
-from .swap_file import is_swap_file
+from .swap_file import is_swap_file, read_header
 
 
 @dataclass(frozen=True)
@@ -68,12 +70,13 @@ class SwappedTensor:
             ValueError: The shape or the offset is negative.
         """
         check_dtype(dtype)
+        offset_bytes = operator.index(offset_bytes)
         sizes = torch.Size((shape,) if isinstance(shape, int) else shape)
         if offset_bytes < 0 or any(size < 0 for size in sizes):
             raise ValueError(f"shape {tuple(sizes)} and offset_bytes {offset_bytes} must not be negative")
-        swapped = cls(Path(path).expanduser(), dtype, sizes, offset_bytes)
+        swapped = cls(absolute(path), dtype, sizes, offset_bytes)
         with opened(swapped.path) as descriptor:
-            if offset_bytes == 0 and is_swap_file(descriptor):
+            if is_swap_file(descriptor) and offset_bytes < read_header(descriptor, swapped.path).offset_bytes:
                 raise SwapCorruptedError(
                     errno.EBADMSG,
                     "the file begins with a header of `transfer.nvme.swap_out`, not with values: use the handle that "
