@@ -29,13 +29,11 @@ class OpenFile:
     Attributes:
         path: Its path, for messages.
         descriptor: Reads through the page cache.
-        size: Its bytes when it was opened.
     """
 
     def __init__(self, path: Path, descriptor: int, direct: int | None) -> None:
         self.path = path
         self.descriptor = descriptor
-        self.size = os.fstat(descriptor).st_size
         self._direct = direct
 
     @property

@@ -7,6 +7,7 @@ read by ``posix``.
 
 from __future__ import annotations
 
+import os
 import threading
 from typing import Any
 
@@ -38,7 +39,9 @@ class AioReader(Reader):
 
     def read(self, file: OpenFile, offset: int, memory: Tensor, needed: int) -> None:
         length = memory.numel()
-        fits = offset % _UNIT_BYTES == 0 and length % _UNIT_BYTES == 0 and offset + length <= file.size
+        # The size of now: the file may have been cut off since it was opened, which the op does not survive.
+        size = os.fstat(file.descriptor).st_size
+        fits = offset % _UNIT_BYTES == 0 and length % _UNIT_BYTES == 0 and offset + length <= size
         # By its descriptor: the path might lead to another file by now.
         if not (
             fits
