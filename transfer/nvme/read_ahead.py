@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -17,6 +18,7 @@ from .memory import ALIGNMENT_BYTES, buffer_of, round_down, round_up
 from .open_file import OpenFile, open_swapped
 from .readers import Reader
 from .swap_file import corrupted
+from .threads import run_on
 
 if TYPE_CHECKING:
     from .swapped_tensor import SwappedTensor
@@ -137,12 +139,7 @@ class ReadAhead:
         return wait
 
     def _submit(self, chunk: Chunk, begin: int, memory: Tensor) -> Future[None]:
-        try:
-            future = self._pool.submit(self._read, chunk, begin, memory)
-        except RuntimeError:  # at the end of the process, when no thread may be started
-            future = Future()
-            self._read(chunk, begin, memory)
-            future.set_result(None)
+        future = run_on(self._pool, partial(self._read, chunk, begin, memory))
         self._pending.append(future)
         return future
 

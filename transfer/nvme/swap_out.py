@@ -10,6 +10,7 @@ import shutil
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -22,6 +23,7 @@ from .open_file import O_DIRECT
 from .swap_directory import OwnedFile, swap_directory
 from .swap_file import Header
 from .swapped_tensor import SwappedTensor, check_dtype
+from .threads import run_on
 
 #: What a thread casts, checks and writes at a time, in whole blocks.
 _PIECE_BYTES = 2**22
@@ -96,13 +98,14 @@ def _write(tensor: Tensor, path: Path, header: Header, threads: int) -> Checksum
             pieces = range(0, header.value_bytes, values.piece_bytes)
             with ThreadPoolExecutor(min(threads, len(pieces)), thread_name_prefix="h2d-write") as pool:
                 try:
-                    found = list(pool.map(values.write, pieces))
+                    writing = [run_on(pool, partial(values.write, begin)) for begin in pieces]
+                    found = [future.result() for future in writing]
                 except BaseException:
                     pool.shutdown(cancel_futures=True)
                     raise
             values_of_blocks = list(itertools.chain.from_iterable(found))
             sums = Checksums.of(header.block_bytes, values_of_blocks) if header.block_bytes else None
-            os.pwrite(descriptor, header.packed(sums), 0)
+            _write_whole(descriptor, memoryview(header.packed(sums)), 0)
             os.fsync(descriptor)
         part.rename(path)
         _sync_directory(path.parent)
@@ -166,11 +169,15 @@ class _Values:
             return
         descriptor = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC)
         try:
-            while buffer:  # what a short write has left
-                written = os.pwrite(descriptor, buffer, offset)
-                buffer, offset = buffer[written:], offset + written
+            _write_whole(descriptor, buffer, offset)  # what a short write has left
         finally:
             os.close(descriptor)
+
+
+def _write_whole(descriptor: int, buffer: memoryview, offset: int) -> None:
+    while buffer:
+        written = os.pwrite(descriptor, buffer, offset)
+        buffer, offset = buffer[written:], offset + written
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ import os
 from torch import Tensor
 
 from ...errors import SwapCorruptedError, swap_error
-from ..memory import ALIGNMENT_BYTES, buffer_of, round_down
+from ..memory import ALIGNMENT_BYTES, buffer_of
 from ..open_file import OpenFile
 from .reader import Reader
 
@@ -22,9 +22,8 @@ class PosixReader(Reader):
         buffer = buffer_of(memory)
         done = 0
         while done < needed:
-            direct = file.direct
-            # A direct read that ended early goes on from an aligned place.
-            done = done if direct is None else round_down(done, ALIGNMENT_BYTES)
+            # What a direct read that ended early has left begins anywhere, and comes through the page cache.
+            direct = file.direct if done % ALIGNMENT_BYTES == 0 else None
             try:
                 got = os.preadv(file.descriptor if direct is None else direct, [buffer[done:]], offset + done)
             except OSError as error:
@@ -32,10 +31,10 @@ class PosixReader(Reader):
                     file.refuse_direct()
                     continue
                 raise swap_error(error, f"{needed} bytes from byte {offset} on cannot be read", file.path) from error
-            if done + got < needed and (got == 0 or (direct is not None and got < ALIGNMENT_BYTES)):
+            if got == 0:
                 raise SwapCorruptedError(
                     errno.EBADMSG,
-                    f"the file ended while it was read: {needed} bytes wanted from byte {offset} on, {done + got} got",
+                    f"the file ended while it was read: {needed} bytes wanted from byte {offset} on, {done} got",
                     str(file.path),
                 )
             done += got
