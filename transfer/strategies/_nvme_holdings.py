@@ -24,7 +24,7 @@ class NvmeHoldings:
         self.lanes: dict[tuple[int, torch.device, torch.dtype], ScratchLanes] = {}
         self.host_memory: HostMemory | None = None
         self._pool: ThreadPoolExecutor | None = None
-        self._process = os.getpid()
+        self._pool_process = 0
         self._closing = False
 
     @property
@@ -39,6 +39,7 @@ class NvmeHoldings:
         """The threads that read."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(threads, thread_name_prefix="h2d-read")
+            self._pool_process = os.getpid()
         return self._pool
 
     def ring(self, accelerator: Accelerator, device: torch.device, capacity: int, buffers: int) -> StagingRing:
@@ -85,14 +86,15 @@ class NvmeHoldings:
     def release(self) -> None:
         if not self._closing and not any(ring.closing for ring in tuple(self.rings.values())):
             return
-        if os.getpid() == self._process:
-            for lanes_key, lanes in tuple(self.lanes.items()):
+        for lanes_key, lanes in tuple(self.lanes.items()):
+            if lanes.is_ours:
                 lanes.close()
-                self.lanes.pop(lanes_key, None)
-            for key in tuple(self.rings):
+            self.lanes.pop(lanes_key, None)
+        for key, ring in tuple(self.rings.items()):
+            if ring.is_ours:
                 self._drop_ring(key)
-            pool, self._pool = self._pool, None
-            if pool is not None:
-                pool.shutdown()
+        pool, self._pool = self._pool, None
+        if pool is not None and self._pool_process == os.getpid():
+            pool.shutdown()
         self.host_memory = None
         self._closing = False
