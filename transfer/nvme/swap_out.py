@@ -15,7 +15,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ..errors import InvalidTensorError, NotATensorError, SwapSpaceError, swap_error
+from ..errors import NO_ROOM, InvalidTensorError, NotATensorError, SwapSpaceError, swap_error
 from ..tensor_memory import describe, storage_problem
 from .checksums import BLOCK_BYTES, Checksums, checksums_of
 from .memory import ALIGNMENT_BYTES, aligned_empty, buffer_of, round_up
@@ -27,7 +27,6 @@ from .threads import run_on
 
 #: What a thread casts, checks and writes at a time, in whole blocks.
 _PIECE_BYTES = 2**22
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def swap_out(
@@ -206,7 +205,7 @@ def _reserve(descriptor: int, path: Path, num_bytes: int) -> None:
 def _explained(error: OSError, path: Path, num_bytes: int) -> Exception:
     if isinstance(error, SwapSpaceError):
         return error
-    if error.errno in _NO_ROOM:
+    if error.errno in NO_ROOM:
         return _no_room(error.errno, path, num_bytes)
     return swap_error(error, f"{num_bytes} bytes cannot be swapped out", path)
 
