@@ -11,6 +11,39 @@ from transfer import NvmeSwappedTransfer
 #: Values of the smallest chunk that holds a block of checksums.
 CHUNK = 2**16
 
+#: Of programs that start processes: each import of torch takes a second, and a fork takes none.
+PREAMBLE = """
+import atexit, logging, os, signal, sys, threading, time, torch, traceback
+from pathlib import Path
+from transfer import *
+from transfer import nvme
+root = Path(sys.argv[1])
+
+def child(work, *arguments):
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(45)  # it does not outlive a test that failed
+        try:
+            work(*arguments)
+            atexit._run_exitfuncs()  # as at its end; to tear torch down takes half a second more
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    return pid
+
+def ended(pid):
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+class Gate:
+    def __init__(self):
+        self.read, self.write = os.pipe()
+    def open(self, times=1):
+        os.write(self.write, b"x" * times)
+    def wait(self):
+        os.read(self.read, 1)
+"""
+
 
 def values(numel, dtype=torch.float32, seed=0):
     """Any bits, NaNs of every payload among them."""
