@@ -13,11 +13,12 @@ CHUNK = 2**16
 
 #: Of programs that start processes: each import of torch takes a second, and a fork takes none.
 PREAMBLE = """
-import atexit, logging, os, signal, sys, threading, time, torch, traceback
+import atexit, logging, os, select, signal, sys, threading, time, torch, traceback
 from pathlib import Path
 from transfer import *
 from transfer import nvme
 root = Path(sys.argv[1])
+torch.set_num_threads(1)  # torch's own threads do not survive a fork
 
 def child(work, *arguments):
     pid = os.fork()
@@ -41,6 +42,7 @@ class Gate:
     def open(self, times=1):
         os.write(self.write, b"x" * times)
     def wait(self):
+        assert select.select([self.read], [], [], 20)[0], "the other process has ended, or hangs"
         os.read(self.read, 1)
 """
 
