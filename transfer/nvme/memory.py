@@ -26,9 +26,9 @@ def aligned(memory: Tensor, num_bytes: int) -> Tensor:
 
 
 def aligned_empty(num_bytes: int) -> Tensor:
-    """Uninitialised, flat, aligned uint8 host memory."""
+    """Uninitialised, flat, aligned uint8 host memory, whatever the mode and the default device."""
     with torch.inference_mode(False):
-        return aligned(torch.empty(num_bytes + ALIGNMENT_BYTES, dtype=torch.uint8), num_bytes)
+        return aligned(torch.empty(num_bytes + ALIGNMENT_BYTES, dtype=torch.uint8, device="cpu"), num_bytes)
 
 
 def buffer_of(memory: Tensor) -> memoryview:
