@@ -72,6 +72,18 @@ def test_a_foreign_file_shortened_since(raw, any_accelerator):
     assert nvme.swap_in(swapped).shape == (10_000,)
 
 
+@pytest.mark.parametrize("offset", [2**31 - 4, 2**32 + 4, 2**33 + 1])
+def test_a_foreign_file_of_more_bytes_than_32_bits_count(tmp_path, any_accelerator, reader, offset):
+    path = tmp_path / "theirs.bin"
+    with path.open("wb") as file:  # a file with a hole, which takes no space
+        file.seek(offset)
+        file.write(struct.pack("<1000f", *range(1000)))
+    swapped = SwappedTensor.from_file(path, torch.float32, (10, 100), offset_bytes=offset)
+    assert same_bits(nvme.swap_in(swapped, reader=reader), torch.arange(1000.0).view(10, 100))
+    with make(any_accelerator, reader=reader) as transfer:
+        assert same_bits(device_copy(transfer, swapped).cpu(), torch.arange(1000.0).view(10, 100))
+
+
 def test_a_foreign_path_means_the_same_file_after_a_change_of_directory(raw, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     swapped = SwappedTensor.from_file(raw.name, torch.uint8, 3)

@@ -291,6 +291,39 @@ def test_a_copy_inside_a_copy(root, simulated):
     assert simulated.pinned_bytes == 0
 
 
+def test_a_close_inside_a_copy(root, simulated):
+    """Such as by a signal handler: it is done when the copy is."""
+    swapped = nvme.swap_out(torch.arange(CHUNK * 5.0), root)
+    transfer = make(simulated, buffers=2)
+    enqueue = simulated.enqueue_copy
+    simulated.enqueue_copy = lambda *tensors: (transfer.close(), enqueue(*tensors))
+    assert torch.equal(device_copy(transfer, swapped), torch.arange(CHUNK * 5.0))
+    assert transfer.pinned_bytes == transfer.scratch_bytes == simulated.pinned_bytes == 0
+    simulated.enqueue_copy = enqueue
+    assert torch.equal(device_copy(transfer, swapped), torch.arange(CHUNK * 5.0))
+    transfer.close()
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, lambda: torch.device("meta"), torch.no_grad])
+@pytest.mark.parametrize("cast", ["device", "host"])
+def test_modes_of_torch(root, any_accelerator, mode, cast):
+    """What is made in one serves outside it, and no default device is where files are read to."""
+    tensor = torch.arange(CHUNK * 3.0)
+    destination = any_accelerator.device_empty(CHUNK * 3, dtype=torch.bfloat16)
+    with make(any_accelerator, cast=cast) as transfer:
+        with mode():
+            swapped = nvme.swap_out(tensor, root)
+            transfer.copy(destination, swapped)
+            back, empty = nvme.swap_in(swapped), nvme.swap_in(nvme.swap_out(tensor[:0], root))
+        assert same_bits(destination.cpu(), tensor.bfloat16())
+        assert same_bits(back, tensor)
+        assert empty.device.type == "cpu"
+        back.add_(1)
+        destination.fill_(0)
+        transfer.copy(destination, swapped)
+        assert same_bits(destination.cpu(), tensor.bfloat16())
+
+
 def test_the_next_copy_is_right_after_an_error_of_the_accelerator(root, simulated):
     swapped = nvme.swap_out(torch.arange(CHUNK * 5.0), root)
     transfer = make(simulated)
