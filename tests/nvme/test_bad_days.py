@@ -1,5 +1,6 @@
 """Full drives, refused memory, threads, interruptions: one clear error, nothing held, and the next copy is right."""
 
+import dataclasses
 import gc
 import os
 import re
@@ -181,6 +182,24 @@ def test_accelerators_without_streams_or_events(root):
         assert simulated.pinned_bytes == 0
 
 
+class ReadsPageableLate(SimulatedAccelerator):
+    """As on MPS: no pinned memory, and copies out of any memory that happen later."""
+
+    @property
+    def capabilities(self):
+        return dataclasses.replace(super().capabilities, pins_host_memory=False)
+
+    def enqueue_copy(self, destination, source):
+        self._queue.enqueue(self._queue.current_stream, destination.detach(), source.detach())
+
+
+@pytest.mark.parametrize("lacking", [{}, {"streams": False}])
+def test_pageable_memory_that_is_read_late(root, lacking):
+    swapped = nvme.swap_out(torch.arange(CHUNK * 6.0), root)
+    with make(ReadsPageableLate(**lacking), buffers=2) as transfer:
+        assert same_bits(device_copy(transfer, swapped, torch.bfloat16), torch.arange(CHUNK * 6.0).bfloat16())
+
+
 def test_four_threads_share_a_transfer(root, any_accelerator):
     transfer = make(any_accelerator, path=str(root), threads=2)
     wrong = []
@@ -354,9 +373,9 @@ def test_memory_that_a_large_tensor_takes(root):
         def reset():
             Path("/proc/self/clear_refs").write_text("5")
         nvme.swap_in(nvme.swap_out(torch.ones(3_000_000), root))
-        tensor = torch.ones(64, 2**20)  # 256 MiB
+        tensor = torch.ones(32, 2**20)  # 128 MiB
         swapped = nvme.swap_out(tensor[:1], root)
-        for values, most in ((tensor, 40), (tensor[:, : 2**19], 40 + 128)):
+        for values, most in ((tensor, 40), (tensor[:, : 2**19], 40 + 64)):
             reset()
             before = peak_mib()
             swapped = nvme.swap_out(values, root, threads=4)
@@ -365,7 +384,7 @@ def test_memory_that_a_large_tensor_takes(root):
         reset()
         before = peak_mib()
         nvme.swap_in(swapped)
-        assert peak_mib() - before < 256 + 40, peak_mib() - before
+        assert peak_mib() - before < 128 + 40, peak_mib() - before
         """,
         root,
     )

@@ -101,6 +101,8 @@ def test_a_fork_owns_nothing_of_its_parent_and_works_by_itself(root):
         """
         transfer.copy(destination, swapped)
         pinned = simulated.pinned_bytes
+        dropped = nvme.swap_out(torch.ones(3), root)
+        kept = dropped.path
         def work():
             try:
                 transfer.copy(destination, swapped)
@@ -119,11 +121,10 @@ def test_a_fork_owns_nothing_of_its_parent_and_works_by_itself(root):
             fresh.copy(there, swapped)
             assert (there == 1).all()
             swapped.delete()
-            globals().pop("swapped")
-            import gc
-            gc.collect()
+            globals().pop("dropped")
         assert ended(child(work)) == 0
         assert swapped.path.exists()
+        assert kept.exists()
         transfer.copy(destination, swapped)
         assert [path for path in root.glob("h2d-swap-rank*")] == [swapped.path.parent], "the child has tidied up"
         """,
@@ -198,32 +199,31 @@ def test_a_fork_while_another_thread_reads_does_not_hang(root):
     succeeds(done)
 
 
-def test_a_pickled_handle_in_another_process(root, tmp_path):
+def test_a_pickled_handle_in_another_process(root):
     """Which reads it and owns nothing, and says what has become of the file when it is gone."""
     done = run(
         """
-        import pickle, subprocess
-        program = '''if True:
-            import pickle, sys
-            from transfer import *
-            from transfer import nvme
-            handle = pickle.loads(bytes.fromhex(sys.argv[1]))
-            print(nvme.swap_in(handle).sum().item(), flush=True)
-            del handle
-            input()
+        import pickle
+        pickled, path = pickle.dumps(swapped), swapped.path
+        read, gone = Gate(), Gate()
+        def work():
+            assert nvme.swap_in(pickle.loads(pickled)).tolist() == [1.0] * 200_000
+            read.open()
+            gone.wait()
             try:
-                nvme.swap_in(pickle.loads(bytes.fromhex(sys.argv[1])))
+                nvme.swap_in(pickle.loads(pickled))
             except SwapFileNotFoundError as error:
-                print(error.filename)
-        '''
-        command = [sys.executable, "-W", "error", "-c", program, pickle.dumps(swapped).hex()]
-        with subprocess.Popen(command, stdin=-1, stdout=-1, text=True) as other:
-            assert other.stdout.readline() == "200000.0\\n"
-            assert swapped.path.exists()
-            path = str(swapped.path)
-            del swapped
-            assert other.communicate("go\\n", timeout=30)[0] == path + "\\n"
-        assert other.returncode == 0
+                again = pickle.loads(pickle.dumps(error))
+                assert again.filename == error.filename == str(path)
+                assert str(again) == str(error)
+            else:
+                raise SystemExit("was read")
+        other = child(work)
+        read.wait()
+        assert path.exists()
+        del swapped
+        gone.open()
+        assert ended(other) == 0
         """,
         root,
     )
@@ -247,61 +247,53 @@ def test_files_of_a_process_that_ends_normally_are_gone_and_raw_ones_stay(root, 
     assert (tmp_path / "theirs.bin").read_bytes() == bytes(40)
 
 
-@pytest.mark.parametrize("state", ["missing", "locked", "broken"])
-def test_the_op_of_aio_that_is_not_there(root, tmp_path, state):
+def test_the_op_of_aio_that_is_not_there(root, tmp_path):
     """Nothing is built and nothing waits for a build, whatever an interrupted one has left behind."""
     program = """
-        import subprocess
-        def no_build(*args, **kwargs):
-            raise SystemExit("a build was started")
-        import torch.utils.cpp_extension
-        torch.utils.cpp_extension.load = no_build
-        from torch.utils.cpp_extension import _get_build_directory
-        folder = Path(_get_build_directory("async_io", False))
-        assert str(folder).startswith(os.environ["TORCH_EXTENSIONS_DIR"])
-        folder.mkdir(parents=True, exist_ok=True)
-        STATE
         import warnings
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            aio = NvmeSwappedTransfer(accelerator=simulated, reader="aio")
-            for _ in range(2):
-                destination.fill_(-1)
-                aio.copy(destination, swapped)
-                assert (destination == 1).all()
-        (message,) = [str(warning.message) for warning in caught if warning.category is FallbackWarning]
-        print(message)
-        try:
-            NvmeSwappedTransfer(accelerator=simulated, reader="aio", fallback=False).copy(destination, swapped)
-        except StrategyUnavailableError:
-            print("refused")
-    """
-    act = {
-        "missing": "",
-        "locked": '(folder / "async_io.so").write_text("half"); (folder / "lock").touch()',
-        "broken": "",
-    }[state]
-    if state == "broken":
-        program = program.replace("torch.utils.cpp_extension.load = no_build", "")
-        act = """
-        (folder / "async_io.so").write_text("no library")
+        import torch.utils.cpp_extension
         from deepspeed.ops.op_builder import AsyncIOBuilder
-        def broken(self, verbose=True):
-            raise ImportError("libaio.so.1: cannot open shared object file")
-        AsyncIOBuilder.load, AsyncIOBuilder.is_compatible = broken, lambda self, verbose=True: True
-        """
-    program = textwrap.dedent(program).replace("STATE", textwrap.dedent(act).strip())
-    done = run_python(
-        "-c",
-        SIMULATED + program,
-        root,
-        environment={"TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions")},
-        timeout=60,
-    )
+        from accelerators import deepspeed_aio
+
+        def check(state, error=None):
+            def load(self, verbose=True):
+                raise error or SystemExit("a build was started")
+            AsyncIOBuilder.load, AsyncIOBuilder.is_compatible = load, lambda self, verbose=True: state != "no libaio"
+            deepspeed_aio.unavailable_reason.cache_clear()
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                aio = NvmeSwappedTransfer(accelerator=simulated, reader="aio")
+                for _ in range(2):
+                    destination.fill_(-1)
+                    aio.copy(destination, swapped)
+                    assert (destination == 1).all()
+            (message,) = [str(warning.message) for warning in caught if warning.category is FallbackWarning]
+            assert "`nvme_swapped.reader: aio` cannot be used" in message and "read by `posix`" in message, message
+            try:
+                NvmeSwappedTransfer(accelerator=simulated, reader="aio", fallback=False).copy(destination, swapped)
+            except StrategyUnavailableError as error:
+                assert str(error) in message
+            print(state, message, sep=": ")
+
+        folder = Path(torch.utils.cpp_extension._get_build_directory("async_io", False))
+        assert folder.is_relative_to(os.environ["TORCH_EXTENSIONS_DIR"])
+        folder.mkdir(parents=True, exist_ok=True)
+        check("missing")
+        (folder / "lock").touch()
+        (folder / "async_io.so").write_text("half")
+        check("locked")
+        (folder / "lock").unlink()
+        check("no libaio")
+        check("broken", ImportError("libaio.so.1: cannot open shared object file"))
+    """
+    environment = {"TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions")}
+    done = run_python("-c", SIMULATED + textwrap.dedent(program), root, environment=environment, timeout=60)
     assert done.returncode == 0, done.stderr
-    message, refused = [line for line in done.stdout.splitlines() if "aio" in line or line == "refused"]
-    assert refused == "refused"
-    assert "`nvme_swapped.reader: aio` cannot be used" in message
-    expected = {"missing": "not built", "locked": "/async_io/lock", "broken": "libaio.so.1"}[state]
-    assert expected in message
-    assert "read by `posix`" in message
+    messages = dict(line.split(": ", 1) for line in done.stdout.splitlines() if "cannot be used" in line)
+    for state, part in {
+        "missing": "is not built",
+        "locked": "/async_io/lock.",
+        "no libaio": "needs libaio (package libaio-dev)",
+        "broken": "ImportError: libaio.so.1: cannot open shared object file",
+    }.items():
+        assert part in messages[state]

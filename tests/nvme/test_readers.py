@@ -3,6 +3,7 @@
 import errno
 import os
 import threading
+import time
 
 import pytest
 import torch
@@ -205,6 +206,8 @@ def test_threads_that_cannot_be_started(root, simulated, monkeypatch, started):
     def recorded(preadv, descriptor, buffers, offset):
         offsets.append(offset)
         threads.add(threading.current_thread())
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(0.01)  # busy, so that a pool wants another thread
         return preadv(descriptor, buffers, offset)
 
     monkeypatch.setattr(threading.Thread, "start", limited)

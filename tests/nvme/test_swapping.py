@@ -3,13 +3,14 @@
 import contextlib
 import copy
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
 
 from accelerators.simulated import SimulatedAccelerator
 from accelerators.testing import failing
-from tests.nvme.tools import CHUNK, device_copy, files_below, make, same_bits, values
+from tests.nvme.tools import CHUNK, device_copy, files_below, make, patched, same_bits, values
 from transfer import (
     InvalidTensorError,
     NotATensorError,
@@ -110,6 +111,39 @@ def test_any_block_and_number_of_threads(root, block_bytes, threads):
     assert same_bits(nvme.swap_in(swapped, threads=threads), tensor)
 
 
+def test_the_file_appears_when_it_is_safe(root):
+    """Its bytes are on the drive before it has its name, and the name is before swap_out returns."""
+    nvme.swap_out(torch.ones(3), root).delete()
+    calls = []
+
+    def synced(fsync, descriptor):
+        calls.append(("fsync", Path(f"/proc/self/fd/{descriptor}").readlink().suffix))
+        fsync(descriptor)
+
+    def written(pwrite, descriptor, *rest):
+        calls.append(("pwrite", Path(f"/proc/self/fd/{descriptor}").readlink().suffix))
+        return pwrite(descriptor, *rest)
+
+    def renamed(rename, *paths):
+        calls.append(("rename", Path(paths[1]).suffix))
+        rename(*paths)
+
+    with patched("fsync", synced), patched("rename", renamed), patched("pwrite", written):
+        swapped = nvme.swap_out(torch.ones(100), root)
+    assert calls[-3:] == [("fsync", ".part"), ("rename", ".swap"), ("fsync", swapped.path.parent.suffix)]
+    assert set(calls[:-3]) == {("pwrite", ".part")}
+
+
+def test_the_end_of_a_file_holds_zeros_and_not_what_memory_held(root):
+    numel = 2**20 * 3 + 100  # three pieces and a bit, by one thread
+    swapped = nvme.swap_out(torch.full((numel,), -1, dtype=torch.int32), root, threads=1)
+    content = swapped.path.read_bytes()
+    end = swapped.offset_bytes + 4 * numel
+    assert len(content) == swapped.offset_bytes + 4 * 2**20 * 3 + 4096
+    assert content[swapped.offset_bytes : end] == b"\xff" * 4 * numel
+    assert content[end:] == bytes(4096 - 400)
+
+
 @pytest.mark.parametrize("cast", ["device", "host"])
 @pytest.mark.parametrize("numel", SIZES)
 def test_a_file_reaches_the_device(root, any_accelerator, reader, cast, numel):
@@ -132,7 +166,7 @@ def test_a_file_reaches_the_device(root, any_accelerator, reader, cast, numel):
         (torch.bool, torch.bool),
     ],
 )
-@pytest.mark.parametrize("buffers", [1, 2, 5])
+@pytest.mark.parametrize("buffers", [1, 4])
 def test_dtypes_and_buffers(root, any_accelerator, cast, source, dtype, buffers):
     tensor = torch.arange(100_003).remainder(251).to(source)
     swapped = nvme.swap_out(tensor, root, block_bytes=4096)
@@ -152,7 +186,7 @@ def test_a_strided_destination_and_nothing_beside_it(root, any_accelerator, cast
 
 
 @pytest.mark.parametrize("cast", ["device", "host"])
-@pytest.mark.parametrize("numel", [1, 127, 1000, 262_145])
+@pytest.mark.parametrize("numel", [1, 1000, 262_145])
 def test_padding_never_reaches_the_destination(root, any_accelerator, reader, cast, numel):
     swapped = nvme.swap_out(torch.full((numel,), 7.0), root)
     parent = any_accelerator.device_empty(numel + 4, dtype=torch.float32)

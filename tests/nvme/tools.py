@@ -65,7 +65,7 @@ def same_bits(left, right):
 
 def make(accelerator, **options):
     """A transfer of small chunks, so that a file takes many."""
-    return NvmeSwappedTransfer(accelerator=accelerator, **{"chunk_elements": CHUNK, **options})
+    return NvmeSwappedTransfer(accelerator=accelerator, **{"chunk_elements": CHUNK, "threads": 2, **options})
 
 
 def device_copy(transfer, swapped, dtype=None):
