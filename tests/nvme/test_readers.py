@@ -211,7 +211,7 @@ def test_threads_that_cannot_be_started(root, simulated, monkeypatch, started):
         return preadv(descriptor, buffers, offset)
 
     monkeypatch.setattr(threading.Thread, "start", limited)
-    with patched("preadv", recorded), make(simulated, buffers=2, checksums=False) as transfer:
+    with patched("preadv", recorded), make(simulated, buffers=4, threads=8, checksums=False) as transfer:
         for _ in range(3):
             assert torch.equal(device_copy(transfer, swapped), tensor)
     assert sorted(offsets) == sorted([4096 + 4 * CHUNK * chunk for chunk in range(12)] * 3)
