@@ -238,6 +238,6 @@ def _poisoned(shape: Any, dtype: torch.dtype, alignment_bytes: int = 1) -> Tenso
     """Memory that reads as NaN. What real accelerators pin begins at a page."""
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
     with torch.inference_mode(False):
-        memory = torch.full((num_bytes + alignment_bytes - 1,), POISON, dtype=torch.uint8)
+        memory = torch.full((num_bytes + alignment_bytes - 1,), POISON, dtype=torch.uint8, device="cpu")
         memory = memory.narrow(0, -memory.data_ptr() % alignment_bytes if num_bytes else 0, num_bytes)
         return memory.view(dtype).view(shape)

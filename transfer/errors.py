@@ -39,6 +39,9 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+#: What the system says where there is no room: on the drive, in the quota, below the limit of the process.
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
 
 class TransferError(Exception):
     """Base of everything that ``transfer`` raises on its own account."""
@@ -119,8 +122,9 @@ def swap_error(error: OSError | ValueError, what: str, path: object) -> SwapErro
     if isinstance(error, SwapError):
         return error
     kinds = (SwapFileNotFoundError, SwapPermissionError, SwapNotADirectoryError)
-    kind = next((each for each in kinds if isinstance(error, each.__bases__[1])), SwapError)
     number = getattr(error, "errno", None) or errno.EINVAL
+    other = SwapSpaceError if number in NO_ROOM else SwapError
+    kind = next((each for each in kinds if isinstance(error, each.__bases__[1])), other)
     return kind(number, f"{what}: {getattr(error, 'strerror', None) or os.strerror(number)}", str(path))
 
 

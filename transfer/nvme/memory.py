@@ -27,14 +27,14 @@ def round_down(number: int, unit: int) -> int:
 
 
 def aligned_empty(num_bytes: int) -> Tensor:
-    """Uninitialised, flat, aligned uint8 host memory, of huge pages where the system has some to give.
+    """Uninitialised, flat, aligned uint8 host memory, whatever the mode and the default device.
 
-    A drive writes to memory page by page, and the kernel looks each of them up: with pages of 4 KiB, reads into
-    memory that is not pinned reached two thirds of the rate of a fast drive.
+    Of huge pages where the system has some to give. The kernel looks up each page that a drive writes to: with
+    pages of 4 KiB, reads into memory that is not pinned reached two thirds of the drive's rate.
     """
     unit = _HUGE_PAGE_BYTES if num_bytes >= _HUGE_PAGE_BYTES else ALIGNMENT_BYTES
     with torch.inference_mode(False):
-        memory = torch.empty(num_bytes + unit, dtype=torch.uint8)
+        memory = torch.empty(num_bytes + unit, dtype=torch.uint8, device="cpu")
         memory = memory.narrow(0, -memory.data_ptr() % unit, num_bytes)
     if unit == _HUGE_PAGE_BYTES and sys.platform == "linux":
         # Advice: where it is not taken, nothing has changed.

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("transfer")
 
+#: How file systems refuse O_DIRECT.
+NOT_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
 #: 0 on systems without it.
 O_DIRECT = getattr(os, "O_DIRECT", 0)
 
@@ -29,13 +31,11 @@ class OpenFile:
     Attributes:
         path: Its path, for messages.
         descriptor: Reads through the page cache.
-        size: Its bytes when it was opened.
     """
 
     def __init__(self, path: Path, descriptor: int, direct: int | None) -> None:
         self.path = path
         self.descriptor = descriptor
-        self.size = os.fstat(descriptor).st_size
         self._direct = direct
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,7 +15,9 @@ from .checksums import Checksums
 from .memory import ALIGNMENT_BYTES, round_down, round_up
 from .open_file import OpenFile, open_swapped
 from .readers import Reader
+from .readers.posix import PosixReader
 from .swap_file import corrupted
+from .threads import start_on
 
 if TYPE_CHECKING:
     from .swapped_tensor import SwappedTensor
@@ -75,10 +76,11 @@ def plan_reads(swapped: SwappedTensor, capacity: int, checked: bool, direct: boo
             unit, direct, most = size, False, capacity
     payload = round_down(most, unit)
     if payload == 0:
+        enough = -(-unit * capacity // (4 * most))
         raise SwapError(
             errno.EINVAL,
             f"this file has a checksum for each {unit} bytes, and chunks hold {most}: raise "
-            f"`nvme_swapped.chunk_elements` to {-(-unit // 4)}, or set `nvme_swapped.checksums: false`",
+            f"`nvme_swapped.chunk_elements` to {enough}, or set `nvme_swapped.checksums: false`",
             str(swapped.path),
         )
     chunks = []
@@ -124,9 +126,11 @@ class ReadAhead:
         self._tasks: SimpleQueue[_Piece | None] = SimpleQueue()
         self._stopped = False
         self._working: list[Future[None]] = []
-        with contextlib.suppress(RuntimeError):  # no more threads: at the end of the process, or a limit
-            for _ in range(threads):
-                self._working.append(pool.submit(self._work))
+        for _ in range(threads):
+            working = start_on(pool, self._work)
+            if working is None:
+                break  # those that there are read everything, or this one does
+            self._working.append(working)
 
     def start(self, chunk: Chunk, memory: memoryview) -> Callable[[], None]:
         """Begins to read a chunk.
@@ -222,6 +226,8 @@ def reading(
     """
     chunks, direct = plan_reads(swapped, capacity, checked, direct)
     checksums = swapped.checksums if checked else None
+    if checksums is None and not reader.notices_failures:
+        reader = PosixReader()
     with open_swapped(swapped, direct) as file:
         ahead = ReadAhead(pool, threads, reader, file, piece_bytes, checksums)
         try:

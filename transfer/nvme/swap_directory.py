@@ -22,6 +22,7 @@ from pathlib import Path
 
 from ..errors import swap_error
 from .mounts import is_local, machine
+from .paths import absolute
 
 logger = logging.getLogger("transfer")
 
@@ -100,7 +101,7 @@ def swap_directory(root: str | os.PathLike[str]) -> SwapDirectory:
     Raises:
         SwapError: It cannot be made or written; the subclass says which.
     """
-    path = Path(os.path.abspath(Path(root).expanduser()))  # noqa: PTH100 - `resolve` would follow links
+    path = absolute(root)
     with _guard:
         known = _directories.get(path)
         if known is None or not known.path.is_dir():
@@ -164,12 +165,29 @@ def _is_dead(path: Path) -> bool:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[bool]:
-    """Holds a lock file; gives False where the file system has no locks, and so nobody is known to be dead."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    """Holds a lock file; gives False where it cannot be locked, and so nobody is known to be dead."""
+    descriptor = _open_lock(path)
     try:
-        yield _flock(descriptor)
+        yield descriptor is not None and _flock(descriptor)
     finally:
-        os.close(descriptor)
+        if descriptor is not None:
+            _unlock(descriptor)
+            os.close(descriptor)
+
+
+def _open_lock(path: Path) -> int | None:
+    """A lock file that every user of the root may share; None where another one keeps it to himself."""
+    # Another user's may be readable alone, and O_CREAT is refused for it in a directory such as /tmp.
+    for flags in (os.O_RDWR, os.O_RDONLY, os.O_RDWR | os.O_CREAT):
+        try:
+            descriptor = os.open(path, flags | os.O_CLOEXEC, 0o644)
+        except (FileNotFoundError, PermissionError):
+            continue
+        if flags & os.O_CREAT:
+            with contextlib.suppress(OSError):
+                os.fchmod(descriptor, 0o644)  # whatever the umask
+        return descriptor
+    return None
 
 
 def _flock(descriptor: int, wait: bool = True) -> bool:
@@ -183,6 +201,14 @@ def _flock(descriptor: int, wait: bool = True) -> bool:
     except OSError:
         return False
     return True
+
+
+def _unlock(descriptor: int) -> None:
+    """Gives a lock back, also where a process forked meanwhile has a copy of the descriptor."""
+    with contextlib.suppress(ImportError, OSError):
+        import fcntl
+
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
 def _unlink(path: Path, process: int) -> None:

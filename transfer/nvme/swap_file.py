@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import secrets
 import struct
@@ -70,7 +71,7 @@ class Header:
     @property
     def value_bytes(self) -> int:
         """Bytes of the values."""
-        return torch.Size(self.shape).numel() * torch_dtype(self.dtype).itemsize
+        return math.prod(self.shape) * torch_dtype(self.dtype).itemsize
 
     @property
     def file_bytes(self) -> int:
@@ -120,6 +121,8 @@ def read_header(descriptor: int, path: Path) -> Header:
     except (ValidationError, AttributeError, ValueError, OverflowError) as error:
         raise corrupted(path, "its header is damaged") from error
     before = _FIXED.size + length + table
+    if table < 0 or before + 8 > os.fstat(descriptor).st_size:
+        raise corrupted(path, f"its header is damaged, or cut off: it would be {before + 8} bytes long")
     bytes_read = os.pread(descriptor, before + 8, 0)
     if bytes_read[before:] != struct.pack("<Q", xxhash.xxh3_64_intdigest(bytes_read[:before])):
         raise corrupted(path, "its header is damaged: the checksum is another")

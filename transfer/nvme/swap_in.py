@@ -31,9 +31,11 @@ def swap_in(swapped: SwappedTensor, *, checksums: bool = True, threads: int = 8,
         SwapFileNotFoundError: The file is gone.
         SwapCorruptedError: It is too short, is another file than was written, or its bytes have changed.
         SwapError: It cannot be read.
+        ValueError: There is no such reader, or ``threads`` is not positive.
     """
+    source = make_reader(reader)[0]
     if swapped.numel() == 0:
-        return torch.empty(swapped.shape, dtype=swapped.dtype)
+        return torch.empty(swapped.shape, dtype=swapped.dtype, device="cpu")
     skip = swapped.offset_bytes % ALIGNMENT_BYTES
     capacity = round_up(skip + swapped.nbytes, ALIGNMENT_BYTES) + ALIGNMENT_BYTES
     if swapped.checksums is not None and checksums:
@@ -44,7 +46,7 @@ def swap_in(swapped: SwappedTensor, *, checksums: bool = True, threads: int = 8,
         reading(
             swapped,
             pool,
-            make_reader(reader)[0],
+            source,
             capacity=capacity,
             threads=threads,
             piece_bytes=_PIECE_BYTES,
@@ -53,4 +55,5 @@ def swap_in(swapped: SwappedTensor, *, checksums: bool = True, threads: int = 8,
     ):
         (chunk,) = chunks
         ahead.start(chunk, buffer_of(memory))()
-    return memory.narrow(0, chunk.skip, chunk.num_bytes).view(swapped.dtype).view(swapped.shape)
+    with torch.inference_mode(False):  # so that it can be changed outside it
+        return memory.narrow(0, chunk.skip, chunk.num_bytes).view(swapped.dtype).view(swapped.shape)

@@ -10,23 +10,24 @@ import shutil
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ..errors import InvalidTensorError, NotATensorError, SwapSpaceError, swap_error
+from ..errors import NO_ROOM, InvalidTensorError, NotATensorError, SwapSpaceError, swap_error
 from ..tensor_memory import describe, storage_problem
 from .checksums import BLOCK_BYTES, Checksums, checksums_of
 from .memory import ALIGNMENT_BYTES, aligned_empty, round_up
-from .open_file import O_DIRECT
+from .open_file import NOT_DIRECT, O_DIRECT
 from .swap_directory import OwnedFile, swap_directory
 from .swap_file import Header
 from .swapped_tensor import SwappedTensor, check_dtype
+from .threads import run_on
 
 #: What a thread casts, checks and writes at a time, in whole blocks.
 _PIECE_BYTES = 2**22
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def swap_out(
@@ -44,8 +45,8 @@ def swap_out(
     name when it is whole: whatever happens, there is all of it or nothing, and files of before are untouched.
 
     Args:
-        tensor: Any dense tensor of plain values, of any strides; one that is not in host memory is copied there
-            as a whole first.
+        tensor: Any dense tensor of plain values, of any strides; one that is not contiguous, or not in host
+            memory, is copied as a whole first.
         directory: Where. Each process has a directory of its own in it (mode 0700), which goes with the process.
             Made if it is missing.
         name: Becomes part of the file's name, for whoever looks at it. Any text; the same one twice makes two files.
@@ -92,18 +93,19 @@ def _write(tensor: Tensor, path: Path, header: Header, threads: int) -> Checksum
     part = path.with_suffix(".part")
     try:
         with _created(part) as descriptor:
-            _reserve(descriptor, part, header.file_bytes)
+            _reserve(descriptor, path, header.file_bytes)
             values = _Values(tensor, part, header)
             pieces = range(0, header.value_bytes, values.piece_bytes)
             with ThreadPoolExecutor(min(threads, len(pieces)), thread_name_prefix="h2d-write") as pool:
                 try:
-                    found = list(pool.map(values.write, pieces))
+                    writing = [run_on(pool, partial(values.write, begin)) for begin in pieces]
+                    found = [future.result() for future in writing]
                 except BaseException:
                     pool.shutdown(cancel_futures=True)
                     raise
             values_of_blocks = list(itertools.chain.from_iterable(found))
             sums = Checksums.of(header.block_bytes, values_of_blocks) if header.block_bytes else None
-            os.pwrite(descriptor, header.packed(sums), 0)
+            _write_whole(descriptor, memoryview(header.packed(sums)), 0)
             os.fsync(descriptor)
         part.rename(path)
         _sync_directory(path.parent)
@@ -112,7 +114,7 @@ def _write(tensor: Tensor, path: Path, header: Header, threads: int) -> Checksum
             with contextlib.suppress(OSError):
                 each.unlink()
         if isinstance(error, OSError):
-            raise _explained(error, part, header.file_bytes) from error
+            raise _explained(error, path, header.file_bytes) from error
         raise
     return sums
 
@@ -161,18 +163,22 @@ class _Values:
                     os.close(descriptor)
                 buffer, offset = buffer[written:], offset + written
             except OSError as error:
-                if error.errno != errno.EINVAL:
+                if error.errno not in NOT_DIRECT:
                     raise
                 self._direct = False
         if not buffer:
             return
         descriptor = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC)
         try:
-            while buffer:  # what a short write has left
-                written = os.pwrite(descriptor, buffer, offset)
-                buffer, offset = buffer[written:], offset + written
+            _write_whole(descriptor, buffer, offset)  # what a short write has left
         finally:
             os.close(descriptor)
+
+
+def _write_whole(descriptor: int, buffer: memoryview, offset: int) -> None:
+    while buffer:
+        written = os.pwrite(descriptor, buffer, offset)
+        buffer, offset = buffer[written:], offset + written
 
 
 @contextlib.contextmanager
@@ -203,7 +209,7 @@ def _reserve(descriptor: int, path: Path, num_bytes: int) -> None:
 def _explained(error: OSError, path: Path, num_bytes: int) -> Exception:
     if isinstance(error, SwapSpaceError):
         return error
-    if error.errno in _NO_ROOM:
+    if error.errno in NO_ROOM:
         return _no_room(error.errno, path, num_bytes)
     return swap_error(error, f"{num_bytes} bytes cannot be swapped out", path)
 

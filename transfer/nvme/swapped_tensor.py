@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import errno
 import math
+import operator
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..errors import SwapCorruptedError, SwapFileNotFoundError, UnsupportedDtypeError
+from ..errors import SwapCorruptedError, UnsupportedDtypeError
 from .checksums import Checksums
 from .open_file import check_size, opened
+from .paths import absolute
 from .swap_directory import OwnedFile
-from .swap_file import is_swap_file
+from .swap_file import is_swap_file, read_header
 
 
 @dataclass(frozen=True)
@@ -67,12 +70,13 @@ class SwappedTensor:
             ValueError: The shape or the offset is negative.
         """
         check_dtype(dtype)
+        offset_bytes = operator.index(offset_bytes)
         sizes = torch.Size((shape,) if isinstance(shape, int) else shape)
         if offset_bytes < 0 or any(size < 0 for size in sizes):
             raise ValueError(f"shape {tuple(sizes)} and offset_bytes {offset_bytes} must not be negative")
-        swapped = cls(Path(path).expanduser(), dtype, sizes, offset_bytes)
+        swapped = cls(absolute(path), dtype, sizes, offset_bytes)
         with opened(swapped.path) as descriptor:
-            if offset_bytes == 0 and is_swap_file(descriptor):
+            if is_swap_file(descriptor) and offset_bytes < read_header(descriptor, swapped.path).offset_bytes:
                 raise SwapCorruptedError(
                     errno.EBADMSG,
                     "the file begins with a header of `transfer.nvme.swap_out`, not with values: use the handle that "
@@ -107,10 +111,6 @@ class SwappedTensor:
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.path, self.dtype, self.shape, self.offset_bytes, self.checksums, self.stamp)
 
-    def not_found(self) -> SwapFileNotFoundError:
-        """The error for a file that was deleted."""
-        return SwapFileNotFoundError(errno.ENOENT, "the swap file is gone", str(self.path))
-
 
 def check_dtype(dtype: object) -> None:
     """Refuses what has no plain values.
@@ -118,6 +118,7 @@ def check_dtype(dtype: object) -> None:
     Raises:
         UnsupportedDtypeError: As said.
     """
-    plain = isinstance(dtype, torch.dtype) and not str(dtype).removeprefix("torch.").startswith(("q", "bits"))
-    if not plain:
+    name = str(dtype).removeprefix("torch.")
+    # Quantized; bits without a meaning; and u?int1 to 7, which torch has no copy of.
+    if not isinstance(dtype, torch.dtype) or re.match(r"q|bits|u?int[1-7]$", name):
         raise UnsupportedDtypeError(f"{dtype} is not a torch dtype whose values can lie in a file")

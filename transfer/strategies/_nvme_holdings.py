@@ -23,7 +23,7 @@ class NvmeHoldings:
         self.lanes: dict[tuple[int, torch.device, torch.dtype], ScratchLanes] = {}
         self.host_memory: HostMemory | None = None
         self._pool: ThreadPoolExecutor | None = None
-        self._process = os.getpid()
+        self._pool_process = 0
         self._closing = False
 
     @property
@@ -38,6 +38,7 @@ class NvmeHoldings:
         """The threads that read."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(threads, thread_name_prefix="h2d-read")
+            self._pool_process = os.getpid()
         return self._pool
 
     def ring(self, accelerator: Accelerator, device: torch.device, capacity: int, buffers: int) -> StagingRing:
@@ -74,14 +75,16 @@ class NvmeHoldings:
     def release(self) -> None:
         if not self._closing and not any(ring.closing for ring in tuple(self.rings.values())):
             return
-        if os.getpid() == self._process:
-            for key in tuple(self.rings):  # whose guards are after everything on the lanes
+        for key, ring in tuple(self.rings.items()):  # whose guards are after everything on the lanes
+            if ring.is_ours:
                 self._drop_ring(key)
-            for lanes_key, lanes in tuple(self.lanes.items()):
+            self.rings.pop(key, None)
+        for lanes_key, lanes in tuple(self.lanes.items()):
+            if lanes.is_ours:
                 lanes.close()
-                self.lanes.pop(lanes_key, None)
-            pool, self._pool = self._pool, None
-            if pool is not None:
-                pool.shutdown()
+            self.lanes.pop(lanes_key, None)
+        pool, self._pool = self._pool, None
+        if pool is not None and self._pool_process == os.getpid():
+            pool.shutdown()
         self.host_memory = None
         self._closing = False

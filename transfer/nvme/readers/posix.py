@@ -6,8 +6,8 @@ import errno
 import os
 
 from ...errors import SwapCorruptedError, swap_error
-from ..memory import ALIGNMENT_BYTES, round_down
-from ..open_file import OpenFile
+from ..memory import ALIGNMENT_BYTES
+from ..open_file import NOT_DIRECT, OpenFile
 from .reader import Reader
 
 
@@ -19,20 +19,19 @@ class PosixReader(Reader):
     def read(self, file: OpenFile, offset: int, memory: memoryview, needed: int) -> None:
         done = 0
         while done < needed:
-            direct = file.direct
-            # A direct read that ended early goes on from an aligned place.
-            done = done if direct is None else round_down(done, ALIGNMENT_BYTES)
+            # What a direct read that ended early has left begins anywhere, and comes through the page cache.
+            direct = file.direct if done % ALIGNMENT_BYTES == 0 else None
             try:
                 got = os.preadv(file.descriptor if direct is None else direct, [memory[done:]], offset + done)
             except OSError as error:
-                if direct is not None and error.errno == errno.EINVAL:
+                if direct is not None and error.errno in NOT_DIRECT:
                     file.refuse_direct()
                     continue
                 raise swap_error(error, f"{needed} bytes from byte {offset} on cannot be read", file.path) from error
-            if done + got < needed and (got == 0 or (direct is not None and got < ALIGNMENT_BYTES)):
+            if got == 0:
                 raise SwapCorruptedError(
                     errno.EBADMSG,
-                    f"the file ended while it was read: {needed} bytes wanted from byte {offset} on, {done + got} got",
+                    f"the file ended while it was read: {needed} bytes wanted from byte {offset} on, {done} got",
                     str(file.path),
                 )
             done += got

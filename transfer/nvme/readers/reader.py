@@ -17,6 +17,9 @@ class Reader(ABC):
     #: What the configuration calls it.
     name: ClassVar[str]
 
+    #: Whether a read that failed is always an error. False: it is used where checksums show that.
+    notices_failures: ClassVar[bool] = True
+
     @abstractmethod
     def read(self, file: OpenFile, offset: int, memory: memoryview, needed: int) -> None:
         """Fills ``memory`` from the file; blocks until it is done.
@@ -41,9 +44,14 @@ def make_reader(name: str) -> tuple[Reader, str | None]:
 
     Returns:
         The reader, and why it is another one than was asked for, as one sentence, or None.
+
+    Raises:
+        ValueError: There is none of this name.
     """
     from .posix import PosixReader
 
+    if name not in READERS:
+        raise ValueError(f"there is no reader {name!r}, only {' and '.join(READERS)}")
     if name == "aio":
         from .aio import AioReader, why_not_aio
 
