@@ -16,8 +16,9 @@ from .nvme import SwappedTensor, swap_in
 from .registry import get_strategy
 from .zero3_swap import buffer_manager, is_swapped
 
-#: Three states and a gradient, and one more; twice four where the next sub-group is read meanwhile.
-_BUFFERS, _PIPELINED_BUFFERS = 5, 8
+#: Three states and a gradient, and one more; three times four where one sub-group is updated while the one before is
+#: still written and the one after read already.
+_BUFFERS, _PIPELINED_BUFFERS = 5, 12
 
 
 def offload_section(options: Mapping[str, Any]) -> dict[str, Any]:

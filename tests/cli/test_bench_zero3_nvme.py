@@ -14,7 +14,7 @@ from transfer.cli import bench, zero3_report
 from transfer.nvme.mounts import file_system
 
 #: Each sub-group has the 262,144 elements from which DeepSpeed swaps.
-TINY = {"layers": 1, "hidden": 512, "sub_groups": 2, "batch": 1, "sequence": 8, "optimizer": "adamw", "steps": 1}
+TINY = {"layers": 1, "hidden": 512, "sub_groups": 4, "batch": 1, "sequence": 8, "optimizer": "adamw", "steps": 1}
 needs_aio = pytest.mark.skipif(
     "H2D_TEST_AIO" not in os.environ, reason="DeepSpeed's aio op takes minutes to build; H2D_TEST_AIO=1 asks for it."
 )
@@ -110,7 +110,7 @@ def test_deepspeeds_section():
         "device": "cpu",
         "pin_memory": True,
     }
-    for pipelined, buffers in ((False, 5), (True, 8)):
+    for pipelined, buffers in ((False, 5), (True, 12)):
         section = zero3_bench_nvme.offload_section({"nvme": "/drive", "nvme_pipeline": pipelined})
         assert (section["device"], section["nvme_path"], section["buffer_count"]) == ("nvme", "/drive", buffers)
         assert section["pipeline_read"] is section["pipeline_write"] is pipelined

@@ -169,7 +169,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--nvme-pipeline",
         action="store_true",
-        help="with --nvme: pipeline_read and pipeline_write, and 8 swap buffers in place of 5",
+        help="with --nvme: pipeline_read and pipeline_write, and 12 swap buffers in place of 5",
     )
     parser.add_argument(
         "--verify-every-step",
