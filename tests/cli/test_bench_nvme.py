@@ -19,7 +19,7 @@ from transfer.nvme.mounts import file_system, is_local
 
 SMALL = ("--accelerator", "simulated", "--elements", "5000", "--rounds", "2")
 FILE_ROWS = [
-    "raw read, 8 threads",
+    "raw read, 12 threads",
     "nvme_swapped",
     "nvme_swapped, cast on the host",
     "nvme_swapped, no checksums",
@@ -62,7 +62,7 @@ def test_a_file_is_read_in_every_way(capsys, tmp_path, no_aio):
     assert status == 0
     assert report["nvme"] == {
         "file_system": file_system(tmp_path),
-        "threads": 8,
+        "threads": 12,
         "block_bytes": NvmeSwappedConfig().block_bytes,
     }
     for elements in (5000, 2**16):
@@ -74,7 +74,7 @@ def test_a_file_is_read_in_every_way(capsys, tmp_path, no_aio):
             assert len(one["seconds"]) == 2
             assert ("share_of_raw_read" in one["figures"]) == one["from_file"]
         assert rows["nvme_swapped"]["source_bytes"] == 4 * elements
-        assert rows["raw read, 8 threads"]["figures"]["share_of_raw_read"] == 1
+        assert rows["raw read, 12 threads"]["figures"]["share_of_raw_read"] == 1
         assert rows["nvme_swapped"]["figures"]["times_deepspeed_from_nvme"] is None
     refused = {(entry["scheme"], entry["reason"]) for entry in report["not_run"] if entry["elements"] == 5000}
     assert {name for name, _ in refused} == set(AIO_ROWS)
@@ -87,7 +87,7 @@ def test_it_says_what_was_measured_on(capsys, tmp_path, no_aio):
     assert bench.main([*SMALL, "--nvme", str(tmp_path), "--strategies", "nvme_swapped"]) == 0
     out = capsys.readouterr().out
     assert f"Files on {file_system(tmp_path)}" in out
-    assert "raw read, 8 threads" in out
+    assert "raw read, 12 threads" in out
     assert "not run: DeepSpeed from NVMe: The op is on holiday." in out
     nvme = {"file_system": "tmpfs", "threads": 8, "block_bytes": 2**21}
     assert "which is memory: no drive is measured" in copy_report._files_line(nvme)

@@ -25,17 +25,20 @@ def test_each_chunk_crosses_uncast_and_pinned_into_scratch_of_the_configured_siz
     transfer = direct(simulated, chunk_elements=1000, buffers=3)
     source, destination = torch.arange(10_500.0), empty(simulated, 10_500)
     transfer.prepare(source)
-    allocated = []
+    allocated, scratch = [], []
     for name in ("empty", "empty_like", "zeros"):
         make = getattr(torch, name)
         monkeypatch.setattr(torch, name, lambda *size, make=make, **kw: allocated.append(size) or make(*size, **kw))
+    device_empty = simulated.device_empty
+    monkeypatch.setattr(
+        simulated, "device_empty", lambda *size, **kw: scratch.append(size) or device_empty(*size, **kw)
+    )
     transfer.copy(destination, source)
     assert sorted(numel for numel, *_ in recorder.from_host) == [500] + [1000] * 10
     assert {(to, of) for _, to, of in recorder.from_host} == {(torch.float32, torch.float32)}
     # (1,): validation asks torch once for each pair of dtypes.
-    assert [size for size in allocated if size != (1,)] == [((1000,),)] * 3, (
-        "three scratch buffers, and nothing of the partition's size"
-    )
+    assert [size for size in allocated if size != (1,)] == [], "nothing of the partition's size"
+    assert scratch == [(1000,)] * 3
     assert (
         transfer.scratch_bytes
         == 3 * 1000 * 4

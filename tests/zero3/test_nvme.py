@@ -27,7 +27,8 @@ RUNS = [
 FEW_RUNS = [run for run in RUNS if run["name"] in ("deepspeed", "staged", "direct")]
 SWAPPED = (1_049_088, 1_049_600)
 IN_MEMORY = 512
-BUFFERS = 8
+#: Of three sub-groups at once where reads and writes are pipelined.
+BUFFERS = 12
 #: Halves of each, in multiples of 1,024 elements, until less than 2,048 is left; the small one goes as a whole.
 TILES = 11 + 12 + 1
 PIPELINED = {"pipeline_read": True, "pipeline_write": True}
