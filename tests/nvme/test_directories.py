@@ -288,7 +288,7 @@ def test_what_is_not_ours_is_never_removed(root):
     others = "h2d-swap-rank0-file h2d-swap-rank0-link"
     succeeds(
         done,
-        f"data.swap h2d-swap-lock {others} h2d-swap-rank0-pid1-x other\ndata.swap h2d-swap-lock {others} other\n",
+        f".h2d-swap-lock data.swap {others} h2d-swap-rank0-pid1-x other\n.h2d-swap-lock data.swap {others} other\n",
     )
     assert (mine / "data").read_text() == "mine"
 

@@ -58,7 +58,7 @@ def test_ending_without_close_is_quiet(root, end, code, stderr):
         root,
     )
     ends_quietly(done, code, stderr)
-    assert done.stdout == "0 True True\n['h2d-swap-lock']\n"
+    assert done.stdout == "0 True True\n['.h2d-swap-lock']\n"
 
 
 def test_ending_while_a_daemon_thread_reads(root):
@@ -243,7 +243,7 @@ def test_files_of_a_process_that_ends_normally_are_gone_and_raw_ones_stay(root, 
         root,
     )
     succeeds(done)
-    assert [path.name for path in root.iterdir()] == ["h2d-swap-lock"]
+    assert [path.name for path in root.iterdir()] == [".h2d-swap-lock"]
     assert (tmp_path / "theirs.bin").read_bytes() == bytes(40)
 
 

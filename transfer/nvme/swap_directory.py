@@ -28,6 +28,8 @@ logger = logging.getLogger("transfer")
 
 _PREFIX = "h2d-swap-"
 _LOCK = "lock"
+#: Stays in the root: to delete it would take it from under somebody who waits for it.
+_ROOT_LOCK = ".h2d-swap-lock"
 _MACHINE = "machine"
 #: Of the 255 bytes that a name may have: the rest is for what makes it unique.
 _LABEL_CHARACTERS = 80
@@ -118,7 +120,7 @@ def swap_directory(root: str | os.PathLike[str]) -> SwapDirectory:
 
 def _make(root: Path) -> SwapDirectory:
     # A directory is made and locked under the root's lock: nobody takes it for dead in between.
-    with _locked(root / f"{_PREFIX}lock") as locks:
+    with _locked(root / _ROOT_LOCK) as locks:
         if locks:
             _remove_dead(root)
         rank = re.sub(r"[^0-9]", "", os.environ.get("RANK", "")) or "0"
