@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from . import zero3
 from .accelerator_choice import AcceleratorChoice
 from .cli import bits
 from .cli.hardware import describe
@@ -128,11 +127,12 @@ class _Bench:
         if not page_locking:
             return
         locked_bytes = self._locked_bytes()
+        # Held for the round, so that they are page-locked once for all of these schemes.
         with build_transfer(page_locking[0].config, self.accelerator) as holder:
             started = time.perf_counter()
-            zero3.attach(self.engine, holder)
+            for memory in sources(self.engine.optimizer):
+                holder.prepare(memory)
             self.page_lock_seconds.append(time.perf_counter() - started)
-            zero3.detach(self.engine)
             for scheme in page_locking:
                 self._step(scheme, number > 0, checked)
                 advance(scheme.name)

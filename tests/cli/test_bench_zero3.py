@@ -62,7 +62,7 @@ def watched():
         "nvme": None,
         "nvme_pipeline": False,
         "verify_every_step": False,
-        "strategies": ["copies_nothing", "locking", "pageable", "refusing", "wrong_in_one_bit"],
+        "strategies": ["copies_nothing", "pageable", "pinned_direct", "refusing", "wrong_in_one_bit"],
     }
     done = run_program(
         f"""
@@ -89,7 +89,7 @@ def test_wrong_bits_are_seen_and_nobody_elses_verdict_is_spoilt(watched):
     assert verdicts.pop("wrong_in_one_bit") is False
     assert verdicts.pop("floor") is None
     assert set(verdicts.values()) == {True}
-    assert {"deepspeed", "default", "locking", "pageable", "ring 2 x 2^26"} <= set(verdicts)
+    assert {"deepspeed", "default", "pageable", "pinned_direct", "ring 2 x 2^26"} <= set(verdicts)
 
 
 def test_partitions_are_right_again_after_the_floor_and_after_wrong_bits(watched):
@@ -103,12 +103,16 @@ def test_partitions_are_right_again_after_the_floor_and_after_wrong_bits(watched
 
 def test_masters_are_page_locked_once_a_round_and_only_for_those_that_do_so(watched):
     locked = {one["scheme"].partition(",")[0]: one["page_locked_bytes"] for one in watched["measurements"]}
-    assert locked.pop("locking") == watched["engine"]["master_bytes"]
+    assert locked.pop("pinned_direct") == watched["engine"]["master_bytes"]
     locked.pop("default")  # the policy's business
     assert set(locked.values()) == {0}
     (seconds,) = watched["page_lock"]["seconds_by_rank"]
     assert len(seconds) == 3
     assert min(seconds) > 0
+    # Once a round, and once when each of them was tried.
+    tried = sum(one["page_locked_bytes"] > 0 for one in watched["measurements"])
+    assert tried > 1
+    assert watched["registrations"] == len(watched["engine"]["sub_group_elements"]) * (3 + tried)
 
 
 def test_what_cannot_run_is_listed_and_nothing_stays_pinned(watched):

@@ -6,7 +6,6 @@ from transfer.cli import bits
 
 for name, strategy in {
     "copies_nothing": strategies.CopiesNothing,
-    "locking": strategies.PageLocks,
     "refusing": strategies.Refuses,
     "wrong_in_one_bit": strategies.WrongInOneBit,
 }.items():
@@ -30,5 +29,8 @@ def measure(options, ranks):
 
     zero3_bench.rewrite = watched
     accelerator = zero3_bench.AcceleratorChoice(options["accelerator"]).resolve()
+    register, registered = accelerator.register_host_memory, []
+    accelerator.register_host_memory = lambda *memory: registered.append(memory) or register(*memory)
     result = zero3_bench.measure(options, ranks)
+    result["registrations"] = len(registered)
     return {**result, "rewrites": rewrites, "pinned_bytes_at_the_end": accelerator.pinned_bytes}
