@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ import torch
 _BLOCK_BYTES = 2**20
 _QUEUE_DEPTH = 32
 _CAP_IPC_LOCK = 1 << 14
+#: What loading the op may take, in each of several processes that do so in turn.
+_LOADING_SECONDS = 20.0
 
 
 @functools.cache
@@ -76,7 +79,7 @@ def _load() -> Any:
     if importlib.util.find_spec(builder.absolute_name()) is not None:  # built when DeepSpeed was installed
         return importlib.import_module(builder.absolute_name())
     folder = _build_folder(builder.name)
-    if (folder / "lock").exists():
+    if _stays_locked(folder / "lock"):
         raise _NotThereError(
             f"DeepSpeed's aio op is being built, or such a build was interrupted; if so, delete {folder / 'lock'}."
         )
@@ -87,6 +90,15 @@ def _load() -> Any:
         if not builder.is_compatible(verbose=False):
             raise _NotThereError("DeepSpeed's aio op does not fit this machine: it needs libaio (package libaio-dev).")
         return builder.load(verbose=False)
+
+
+def _stays_locked(lock: Path) -> bool:
+    """Whether somebody builds the op, or has been killed while he did; to load it takes the lock for moments, too."""
+    deadline = time.monotonic() + _LOADING_SECONDS
+    with contextlib.suppress(FileNotFoundError):
+        while time.time() - lock.stat().st_mtime < _LOADING_SECONDS and time.monotonic() < deadline:
+            time.sleep(0.05)
+    return lock.exists()
 
 
 def _build_folder(name: str) -> Path:

@@ -282,7 +282,8 @@ def test_the_op_of_aio_that_is_not_there(root, tmp_path):
         (folder / "lock").touch()
         (folder / "async_io.so").write_text("half")
         check("locked")
-        (folder / "lock").unlink()
+        (folder / "lock").touch()
+        threading.Timer(0.3, (folder / "lock").unlink).start()  # another process loads it meanwhile
         check("no libaio")
         check("broken", ImportError("libaio.so.1: cannot open shared object file"))
     """
