@@ -89,7 +89,17 @@ def _load() -> Any:
     with contextlib.redirect_stderr(sys.__stderr__ or sys.stderr):
         if not builder.is_compatible(verbose=False):
             raise _NotThereError("DeepSpeed's aio op does not fit this machine: it needs libaio (package libaio-dev).")
-        return builder.load(verbose=False)
+    return _import(builder.name, folder / f"{builder.name}.so")
+
+
+def _import(name: str, file: Path) -> Any:
+    """The built op as it is. The builder's own ``load`` builds it again where another environment's it was."""
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{file} is no module")
+    op = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(op)
+    return op
 
 
 def _stays_locked(lock: Path) -> bool:

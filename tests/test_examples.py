@@ -64,7 +64,7 @@ def test_the_readmes_python_runs_and_prints_what_it_says(number, tmp_path):
 
 
 def test_the_readme_has_the_python_it_had():
-    assert len(PYTHON) == 5
+    assert len(PYTHON) == 6
 
 
 def test_the_readmes_configuration_and_error_message(tmp_path):

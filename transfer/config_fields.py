@@ -125,8 +125,8 @@ def _strategy_or_measured(value: Any) -> str:
 
 def _block_bytes(value: Any) -> int:
     size = parse_size(value)
-    if size < ALIGNMENT_BYTES:
-        raise refuse(f"expected at least {ALIGNMENT_BYTES} bytes")
+    if size < ALIGNMENT_BYTES or size % ALIGNMENT_BYTES:
+        raise refuse(f"expected a multiple of {ALIGNMENT_BYTES} bytes")
     return size
 
 
@@ -179,7 +179,7 @@ Completion = Annotated[str, _one_of("deferred", "immediate")]
 Cast = Annotated[str, _one_of("device", "host")]
 #: What reads files.
 ReaderName = Annotated[str, _one_of(*READERS)]
-#: A size in bytes of at least 4096.
+#: A size in bytes that is a multiple of 4096.
 BlockBytes = Annotated[int, BeforeValidator(_block_bytes)]
 #: A whole number of threads, from 1 to 256.
 ThreadCount = Annotated[int, BeforeValidator(_threads)]

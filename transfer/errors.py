@@ -108,7 +108,7 @@ class SwapSpaceError(SwapError):
 
 
 class SwapCorruptedError(SwapError, ValueError):
-    """The file is too short, was replaced, or its bytes have changed; none of them was used."""
+    """The file is too short, was replaced, or its bytes have changed. What was checked before may have been used."""
 
 
 def swap_error(error: OSError | ValueError, what: str, path: object) -> SwapError:

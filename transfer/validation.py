@@ -37,13 +37,13 @@ def validate(destination: Tensor, source: Tensor | SwappedTensor) -> bool:
         UnsupportedDtypeError: The dtypes differ and are not both real floating point, or torch has
             no copy between them.
     """
-    for role, tensor, allowed in (
-        ("destination", destination, Tensor),
-        ("source", source, (Tensor, SwappedTensor)),
+    for role, tensor, allowed, also in (
+        ("destination", destination, Tensor, ""),
+        ("source", source, (Tensor, SwappedTensor), " or a transfer.nvme.SwappedTensor"),
     ):
         if not isinstance(tensor, allowed):
             raise NotATensorError(
-                f"the {role} must be a torch.Tensor, not {type(tensor).__name__} "
+                f"the {role} must be a torch.Tensor{also}, not {type(tensor).__name__} "
                 f"(destination: {describe(destination)}; source: {describe(source)})"
             )
     try:

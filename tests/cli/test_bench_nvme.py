@@ -209,18 +209,18 @@ def test_the_page_cache_is_never_measured(capsys, tmp_path, monkeypatch, no_aio,
 
     monkeypatch.setattr(os, refuses, lambda *given, **how: refusing(*given) if not how else real(*given, **how))
     status, report = report_of(capsys, *SMALL, "--nvme", str(tmp_path))
-    assert status == 0
+    assert status == 1
     assert not [one for one in report["measurements"] if one["from_file"]]
     (entry,) = report["not_run"]
-    assert entry["scheme"] == "what reads files"
+    assert entry["scheme"] == "everything that reads files"
     assert entry["reason"].startswith(f"The file system at {tmp_path} refuses O_DIRECT")
     assert not list(tmp_path.rglob("*.swap"))
 
 
 def test_a_directory_that_cannot_be_written_is_a_reason(capsys, no_aio):
     status, report = report_of(capsys, *SMALL, "--nvme", "/proc/nowhere")
-    assert status == 0
-    assert [entry["scheme"] for entry in report["not_run"]] == ["what reads files"]
+    assert status == 1
+    assert [entry["scheme"] for entry in report["not_run"]] == ["everything that reads files"]
     assert "/proc/nowhere" in report["not_run"][0]["reason"]
 
 

@@ -263,3 +263,19 @@ def test_aio_reads_only_what_checksums_cover(root, monkeypatch):
         asked.clear()
         assert same_bits(nvme.swap_in(swapped, reader="aio", checksums=checks), tensor)
         assert bool(asked) == expected
+
+
+@pytest.mark.parametrize(("block_bytes", "most"), [(4096, 4096), (2**16, 2**16), (2**18, 2**18), (2**20, 2**18)])
+def test_a_thread_asks_for_no_more_than_a_block_at_a_time(root, simulated, block_bytes, most):
+    """Although a checksum covers 2^18 bytes; and for no more than a chunk, which is 2^18 here too."""
+    tensor = torch.arange(CHUNK * 2.0 + 3000)
+    lengths = []
+
+    def recorded(preadv, descriptor, buffers, offset):
+        lengths.append(sum(map(len, buffers)))
+        return preadv(descriptor, buffers, offset)
+
+    with patched("preadv", recorded), make(simulated, block_bytes=block_bytes) as transfer:
+        assert torch.equal(device_copy(transfer, swap_out(tensor, root)), tensor)
+    assert max(lengths) == most
+    assert sum(lengths) == -(-tensor.nbytes // 4096) * 4096

@@ -32,6 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except BrokenPipeError:  # as of `h2d bench | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains again at exit
             return 1
+        except KeyboardInterrupt:
+            print(f"h2d {given[0]}: interrupted", file=sys.stderr)
+            return 130
         return status
     if given and given[0] == "--version":
         print(f"host-to-device-transfer {importlib.metadata.version('host-to-device-transfer')}")

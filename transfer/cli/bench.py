@@ -63,7 +63,9 @@ def main(arguments: Sequence[str]) -> int:
         from .plot import plot
 
         plot(report, options.plot)
-    return 0 if all(one["right_bits"] is not False for one in report["measurements"]) else 1
+    right = all(one["right_bits"] is not False for one in report["measurements"])
+    read = options.nvme is None or any(one["from_file"] for one in report["measurements"])
+    return 0 if right and read else 1
 
 
 def _sources(parser: argparse.ArgumentParser, options: argparse.Namespace) -> tuple[list[str], list[str]]:

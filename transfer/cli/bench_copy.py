@@ -110,7 +110,7 @@ def _measure_case(
         if options["nvme"] is not None:
             swapped, reason = _swapped_out(ranks, source, options["nvme"], closing)
             if swapped is None:
-                not_run.append({**what, "scheme": "what reads files", "reason": reason})
+                not_run.append({**what, "scheme": "everything that reads files", "reason": reason})
             else:
                 schemes += file_schemes(accelerator, dtype, source, swapped, config, options["file_strategies"])
         for scheme in schemes:

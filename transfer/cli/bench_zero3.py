@@ -9,7 +9,6 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from ..errors import StrategyUnavailableError
@@ -88,15 +87,16 @@ def _swap_files(options: argparse.Namespace, cleaning: contextlib.ExitStack) -> 
     from accelerators.deepspeed_aio import unavailable_reason
 
     from ..nvme.mounts import file_system
+    from ..nvme.swap_directory import swap_directory
 
     with contextlib.redirect_stdout(sys.stderr):  # where DeepSpeed tells what it has chosen
         obstacle = unavailable_reason()
     if obstacle is not None:
         raise StrategyUnavailableError(f"--nvme needs DeepSpeed's aio op. {obstacle}")
-    root = Path(options.nvme).expanduser().resolve()
-    root.mkdir(parents=True, exist_ok=True)
-    directory = cleaning.enter_context(tempfile.TemporaryDirectory(prefix="h2d-bench-", dir=root))
-    return directory, {"file_system": file_system(root), "pipelined": options.nvme_pipeline}
+    # Below this process's own: what is left if it is killed, the next one removes.
+    own = swap_directory(options.nvme).path
+    directory = cleaning.enter_context(tempfile.TemporaryDirectory(prefix="h2d-bench-", dir=own))
+    return directory, {"file_system": file_system(own), "pipelined": options.nvme_pipeline}
 
 
 def _report(ranks: int, given: dict[str, Any], nvme: dict[str, Any] | None, measured: dict[str, Any]) -> dict[str, Any]:

@@ -83,9 +83,15 @@ def launch(
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
         command = [*torchrun, "-m", __name__, str(given), str(result)]
         # What ranks and libraries print goes to the standard error (2): the result alone is for the caller.
-        done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": str(share)}, stdout=2, check=False)
-        if done.returncode != 0 or not result.exists():
-            raise RanksFailedError(f"{worker} failed on {ranks} ranks (exit status {done.returncode}); see above")
+        with subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": str(share)}, stdout=2) as started:
+            try:
+                status = started.wait()
+            except BaseException:  # Ctrl-C: torchrun ends its ranks when it is asked to, and not when it is killed
+                started.terminate()
+                started.wait()
+                raise
+        if status != 0 or not result.exists():
+            raise RanksFailedError(f"{worker} failed on {ranks} ranks (exit status {status}); see above")
         return json.loads(result.read_text())
 
 

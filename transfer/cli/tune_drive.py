@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import swap_error
+from ..nvme.checksums import checksums_of
 from ..nvme.memory import ALIGNMENT_BYTES, aligned_empty, buffer_of
 from ..nvme.mounts import file_system
 from ..nvme.open_file import O_DIRECT
@@ -23,7 +24,7 @@ from .raw_io import in_blocks, read_block, write_block
 
 #: `nvme_swapped` reads one chunk of 16 MiB after the other: larger blocks would leave threads without work.
 BLOCKS = (2**18, 2**20, 2**21, 2**22)
-THREADS = (1, 4, 8, 16)
+THREADS = (1, 4, 8, 12, 16)
 #: A combination with more threads or larger blocks must gain this much.
 _WORTH_MORE = 0.02
 
@@ -115,7 +116,10 @@ class _File:
         block = write_block if writes else read_block
 
         def move(thread: int, offset: int, length: int) -> None:
-            block(self._descriptor, buffer_of(self._memory[thread])[:length], offset)
+            memory = buffer_of(self._memory[thread])[:length]
+            block(self._descriptor, memory, offset)
+            # As `swap_out` and `nvme_swapped` do; without it, fewer threads would seem to be enough.
+            checksums_of(memory, length)
 
         most_bytes -= most_bytes % min(block_bytes, most_bytes)  # whole blocks
         started = time.perf_counter()

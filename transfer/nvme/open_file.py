@@ -64,7 +64,9 @@ def opened(path: Path, flags: int = 0) -> Iterator[int]:
     except SwapError:
         raise
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        raise swap_error(error, "the values cannot be read", path) from error
+        gone = "; a file of swap_out goes with its handle, and with the process that wrote it"
+        hint = gone if isinstance(error, FileNotFoundError) else ""
+        raise swap_error(error, f"the values cannot be read{hint}", path) from error
     try:
         yield descriptor
     finally:
@@ -105,7 +107,8 @@ def check_size(descriptor: int, path: Path, offset_bytes: int, num_bytes: int) -
     if offset_bytes + num_bytes > size:
         raise SwapCorruptedError(
             errno.EBADMSG,
-            f"the file is too short: {num_bytes} bytes wanted from byte {offset_bytes} on, and it ends at byte {size}",
+            f"the file is too short: {num_bytes} bytes wanted from byte {offset_bytes} on, and it ends at byte {size}; "
+            "look at dtype, shape and offset, or restore it",
             str(path),
         )
 

@@ -97,15 +97,16 @@ class ReadAhead:
     """Reads pieces of chunks on threads. Made by ``reading``, which also ends it.
 
     Each thread takes the next piece from one queue until the file is read. On fast drives, what bounds them is how
-    often they hand the interpreter's lock to each other: so there is one system call and one checksum for a
-    piece, no lock of its own, and no operation of torch, each of which gives the interpreter's lock away too.
+    often they hand the interpreter's lock to each other: so there is one checksum for a piece, no lock of its
+    own, and no operation of torch, each of which gives the interpreter's lock away too.
 
     Args:
         pool: The threads.
         threads: How many of them.
         reader: How they read.
         file: What.
-        piece_bytes: The most that a thread reads at a time.
+        piece_bytes: The most that a thread asks the drive for at a time. A piece is that, or what one checksum
+            covers where that is more.
         checksums: Compared where given.
     """
 
@@ -122,6 +123,7 @@ class ReadAhead:
         self._file = file
         unit = ALIGNMENT_BYTES if checksums is None else checksums.block_bytes
         self._piece_bytes = max(unit, round_down(piece_bytes, unit))
+        self._request_bytes = max(ALIGNMENT_BYTES, round_down(piece_bytes, ALIGNMENT_BYTES))
         self._checksums = checksums
         self._tasks: SimpleQueue[_Piece | None] = SimpleQueue()
         self._stopped = False
@@ -175,7 +177,9 @@ class ReadAhead:
     def _read(self, piece: _Piece) -> None:
         chunk, begin = piece.chunk, piece.begin
         needed = min(begin + len(piece.memory), chunk.skip + chunk.num_bytes) - begin
-        self._reader.read(self._file, chunk.offset + begin, piece.memory, needed)
+        for at in range(0, needed, self._request_bytes):
+            memory = piece.memory[at : at + self._request_bytes]
+            self._reader.read(self._file, chunk.offset + begin + at, memory, min(len(memory), needed - at))
         if self._checksums is None:
             return
         wrong = self._checksums.first_mismatch(chunk.first_byte + begin, piece.memory[:needed])

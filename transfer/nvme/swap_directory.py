@@ -111,7 +111,9 @@ def swap_directory(root: str | os.PathLike[str]) -> SwapDirectory:
                 path.mkdir(parents=True, exist_ok=True)
                 known = _make(path)
             except FileExistsError as error:
-                raise swap_error(NotADirectoryError(errno.ENOTDIR, ""), "this is no directory", path) from error
+                raise swap_error(
+                    NotADirectoryError(errno.ENOTDIR, ""), "give a directory on the drive", path
+                ) from error
             except (OSError, ValueError) as error:
                 raise swap_error(error, "values cannot be swapped out to this directory", path) from error
             _directories[path] = known

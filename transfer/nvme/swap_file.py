@@ -139,5 +139,5 @@ def torch_dtype(name: str) -> torch.dtype:
 
 def corrupted(path: Path, what: str) -> SwapCorruptedError:
     """The error for a file that does not hold what was swapped out."""
-    remedy = "Nothing was taken from there; restore the values from a checkpoint."
-    return SwapCorruptedError(errno.EBADMSG, f"the swap file cannot be trusted: {what}. {remedy}", str(path))
+    remedy = "restore the values from a checkpoint"
+    return SwapCorruptedError(errno.EBADMSG, f"the swap file cannot be trusted: {what}; {remedy}", str(path))

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
+from ..errors import NotATensorError
 from .memory import ALIGNMENT_BYTES, aligned_empty, buffer_of, round_up
 from .read_ahead import reading
 from .readers import make_reader
@@ -15,7 +16,7 @@ from .swapped_tensor import SwappedTensor
 _PIECE_BYTES = 2**22
 
 
-def swap_in(swapped: SwappedTensor, *, checksums: bool = True, threads: int = 8, reader: str = "posix") -> Tensor:
+def swap_in(swapped: SwappedTensor, *, checksums: bool = True, threads: int = 12, reader: str = "posix") -> Tensor:
     """Reads values back. Blocks until they are in memory, and were checked.
 
     Args:
@@ -28,11 +29,18 @@ def swap_in(swapped: SwappedTensor, *, checksums: bool = True, threads: int = 8,
         A contiguous host tensor of the handle's shape and dtype.
 
     Raises:
+        NotATensorError: ``swapped`` is no handle.
         SwapFileNotFoundError: The file is gone.
         SwapCorruptedError: It is too short, is another file than was written, or its bytes have changed.
         SwapError: It cannot be read.
         ValueError: There is no such reader, or ``threads`` is not positive.
     """
+    if not isinstance(swapped, SwappedTensor):
+        raise NotATensorError(
+            f"swap_in takes a SwappedTensor, not {type(swapped).__name__}; SwappedTensor.from_file makes one for a file"
+        )
+    if threads < 1:
+        raise ValueError(f"threads ({threads}) must be at least 1")
     source = make_reader(reader)[0]
     if swapped.numel() == 0:
         return torch.empty(swapped.shape, dtype=swapped.dtype, device="cpu")

@@ -36,7 +36,7 @@ def swap_out(
     name: str | None = None,
     *,
     checksums: bool = True,
-    threads: int = 8,
+    threads: int = 12,
     block_bytes: int = BLOCK_BYTES,
 ) -> SwappedTensor:
     """Writes values to a file of their own. Blocks until they are on the drive, and synced.
@@ -63,6 +63,7 @@ def swap_out(
         NotATensorError: ``tensor`` is none.
         InvalidTensorError: It has no values of its own: meta, sparse, nested, quantized.
         UnsupportedDtypeError: Its dtype has no plain values.
+        ValueError: ``threads`` or ``block_bytes`` is not as said.
     """
     _check(tensor, threads, block_bytes)
     own = swap_directory(directory)

@@ -71,7 +71,10 @@ class SwappedTensor:
         """
         check_dtype(dtype)
         offset_bytes = operator.index(offset_bytes)
-        sizes = torch.Size((shape,) if isinstance(shape, int) else shape)
+        try:
+            sizes = torch.Size((shape,) if isinstance(shape, int) else shape)
+        except TypeError as error:
+            raise TypeError(f"shape must be whole numbers, or one of them, and not {shape!r}") from error
         if offset_bytes < 0 or any(size < 0 for size in sizes):
             raise ValueError(f"shape {tuple(sizes)} and offset_bytes {offset_bytes} must not be negative")
         swapped = cls(absolute(path), dtype, sizes, offset_bytes)
@@ -121,4 +124,6 @@ def check_dtype(dtype: object) -> None:
     name = str(dtype).removeprefix("torch.")
     # Quantized; bits without a meaning; and u?int1 to 7, which torch has no copy of.
     if not isinstance(dtype, torch.dtype) or re.match(r"q|bits|u?int[1-7]$", name):
-        raise UnsupportedDtypeError(f"{dtype} is not a torch dtype whose values can lie in a file")
+        raise UnsupportedDtypeError(
+            f"{dtype!r} is not a torch dtype whose values can lie in a file, such as torch.float32"
+        )

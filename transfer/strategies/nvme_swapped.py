@@ -46,7 +46,7 @@ class NvmeSwappedConfig(StrategyConfig):
         cast: Where the values are cast: ``device`` or ``host``.
         reader: ``posix``, the system's ``preadv``, or ``aio``, DeepSpeed's op, where it is built already.
         threads: How many read at once.
-        block_bytes: The most that a thread reads at a time.
+        block_bytes: The most that a thread asks the drive for at a time; a multiple of 4096.
         checksums: Whether files are written with checksums, and those that have some are compared with them.
     """
 
