@@ -270,6 +270,8 @@ def test_what_is_not_ours_is_never_removed(root):
     (mine / "data").write_text("mine")
     (root / "h2d-swap-rank0-link").symlink_to(mine)
     (root / "h2d-swap-rank0-file").write_text("mine")
+    (root / "h2d-swap-rankings").mkdir()
+    (root / "h2d-swap-rankings" / "data").write_text("mine")
     (root / "other").mkdir()
     (root / "data.swap").write_text("mine")
     done = run(
@@ -286,11 +288,12 @@ def test_what_is_not_ours_is_never_removed(root):
         root,
     )
     others = "h2d-swap-rank0-file h2d-swap-rank0-link"
+    alike = "h2d-swap-rankings other"
     succeeds(
         done,
-        f".h2d-swap-lock data.swap {others} h2d-swap-rank0-pid1-x other\n.h2d-swap-lock data.swap {others} other\n",
+        f".h2d-swap-lock data.swap {others} h2d-swap-rank0-pid1-x {alike}\n.h2d-swap-lock data.swap {others} {alike}\n",
     )
-    assert (mine / "data").read_text() == "mine"
+    assert (mine / "data").read_text() == (root / "h2d-swap-rankings" / "data").read_text() == "mine"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="Only root can act as two users.")

@@ -27,6 +27,8 @@ from .paths import absolute
 logger = logging.getLogger("transfer")
 
 _PREFIX = "h2d-swap-"
+#: What ``_make`` calls a directory: others may have names that begin alike.
+_NAME = re.compile(_PREFIX + r"rank[0-9]+-pid[0-9]+-\w+")
 _LOCK = "lock"
 #: Stays in the root: to delete it would take it from under somebody who waits for it.
 _ROOT_LOCK = ".h2d-swap-lock"
@@ -134,7 +136,9 @@ def _make(root: Path) -> SwapDirectory:
 def _remove_dead(root: Path) -> None:
     for path in sorted(root.glob(f"{_PREFIX}rank*")):
         with _only_logged():
-            if path.is_dir() and not path.is_symlink() and path.stat().st_uid == os.getuid() and _is_dead(path):
+            if not _NAME.fullmatch(path.name) or path.is_symlink() or not path.is_dir():
+                continue
+            if path.stat().st_uid == os.getuid() and _is_dead(path):
                 num_bytes = sum(each.stat().st_size for each in path.iterdir())
                 shutil.rmtree(path)
                 logger.info("removed %s with %d bytes of swap files of a run that has ended", path, num_bytes)
