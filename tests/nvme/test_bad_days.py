@@ -324,6 +324,24 @@ def test_a_close_with_copies_in_flight(root, simulated, closer):
     assert copied.done
 
 
+def test_a_close_inside_a_copy_that_looks_for_its_buffers(root, simulated):
+    """As from a finalizer or a signal handler, between the start of a copy and its first look at the ring."""
+    tensor = values(3 * CHUNK)
+    swapped = swap_out(tensor, root)
+    transfer = make(simulated)
+    device_copy(transfer, swapped)
+    on_device, closes = simulated.on_device, iter([transfer.close])
+
+    def closing(each):
+        next(closes, lambda: None)()
+        return on_device(each)
+
+    simulated.on_device = closing
+    assert same_bits(device_copy(transfer, swapped), tensor)
+    transfer.close()
+    assert transfer.pinned_bytes == simulated.pinned_bytes == 0
+
+
 def test_a_close_while_another_thread_reads(root, simulated):
     tensor = torch.arange(CHUNK * 6.0)
     swapped = swap_out(tensor, root)
