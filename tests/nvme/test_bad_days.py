@@ -11,6 +11,7 @@ import textwrap
 import threading
 import time
 import warnings
+import weakref
 from pathlib import Path
 
 import pytest
@@ -322,6 +323,23 @@ def test_a_close_with_copies_in_flight(root, simulated, closer):
     assert torch.equal(destination, tensor)
     copied.wait()
     assert copied.done
+
+
+def test_a_destination_that_is_dropped_lives_as_long_as_its_copy(root, simulated):
+    """Else its memory is given to somebody else, while streams of ours still write to it."""
+    swapped = swap_out(values(3 * CHUNK), root)
+    transfer = make(simulated)
+    # A device whose queue keeps nothing alive, as a real one's does not.
+    simulated.enqueue_copy = lambda destination, source: None
+    destination = simulated.device_empty(3 * CHUNK, dtype=torch.bfloat16)
+    storage = weakref.ref(destination.untyped_storage())
+    transfer.submit(destination, swapped)
+    del destination
+    gc.collect()
+    assert storage() is not None
+    transfer.close()
+    gc.collect()
+    assert storage() is None
 
 
 def test_a_close_inside_a_copy_that_looks_for_its_buffers(root, simulated):
