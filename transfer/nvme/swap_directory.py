@@ -33,6 +33,8 @@ _LOCK = "lock"
 #: Stays in the root: to delete it would take it from under somebody who waits for it.
 _ROOT_LOCK = ".h2d-swap-lock"
 _MACHINE = "machine"
+#: Of the names of files that hold values, or are to.
+_VALUES = (".swap", ".part")
 #: Of the 255 bytes that a name may have: the rest is for what makes it unique.
 _LABEL_CHARACTERS = 80
 
@@ -140,6 +142,7 @@ def _remove_dead(root: Path) -> None:
                 continue
             if path.stat().st_uid == os.getuid() and _is_dead(path):
                 num_bytes = sum(each.stat().st_size for each in path.iterdir())
+                _empty(path)
                 shutil.rmtree(path)
                 logger.info("removed %s with %d bytes of swap files of a run that has ended", path, num_bytes)
 
@@ -149,6 +152,8 @@ def _only_logged() -> Iterator[None]:
     """What cannot be removed costs space, and no values."""
     try:
         yield
+    except FileNotFoundError:
+        pass  # its process has ended just now, and removes it itself
     except OSError as error:
         logger.warning("the swap files of a run that has ended could not be removed: %s", error)
 
@@ -157,7 +162,10 @@ def _is_dead(path: Path) -> bool:
     try:
         lock = os.open(path / _LOCK, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
-        lock = None  # killed while it was made
+        # Killed while it was made; or somebody who cleans up has removed the lock, and nobody knows.
+        if any(each.suffix in _VALUES for each in path.iterdir()):
+            return False
+        lock = None
     try:
         if lock is not None and not _flock(lock, wait=False):
             return False
@@ -225,9 +233,18 @@ def _unlink(path: Path, process: int) -> None:
 
 def _remove(path: Path, lock: int, process: int) -> None:
     if process == os.getpid():
+        with contextlib.suppress(OSError):
+            _empty(path)
         shutil.rmtree(path, ignore_errors=True)
         with contextlib.suppress(OSError):
             os.close(lock)
+
+
+def _empty(path: Path) -> None:
+    """Removes all but the lock, which tells that the rest may go: whoever is killed meanwhile leaves it there."""
+    for each in path.iterdir():
+        if each.name != _LOCK and not each.is_dir():
+            each.unlink(missing_ok=True)
 
 
 def _start_afresh() -> None:
