@@ -289,6 +289,38 @@ def test_an_interruption_while_reading(root, any_accelerator, repeat):
     assert torch.equal(nvme.swap_in(swapped), tensor)
 
 
+def test_an_interruption_while_threads_are_employed(root):
+    """Those that were started already go back to the pool: else the next copy, and the end of the process, hang."""
+    done = run(
+        """
+        from accelerators.simulated import SimulatedAccelerator
+        from transfer.nvme import read_ahead
+        def employ(pool, call):
+            future = start_on(pool, call)
+            if len(employed) == 1:
+                raise KeyboardInterrupt
+            employed.append(future)
+            return future
+        start_on, read_ahead.start_on, employed = read_ahead.start_on, employ, []
+        transfer = NvmeSwappedTransfer(accelerator=SimulatedAccelerator(), chunk_elements=65_536, threads=2)
+        destination = transfer.accelerator.device_empty(200_000, dtype=torch.bfloat16)
+        swapped = swap_out(torch.ones(200_000), root)
+        for read in (lambda: transfer.copy(destination, swapped), lambda: nvme.swap_in(swapped)):
+            employed.clear()
+            try:
+                read()
+            except KeyboardInterrupt:
+                print("stopped")
+        read_ahead.start_on = start_on
+        transfer.copy(destination, swapped)
+        assert (destination == 1).all()
+        """,
+        root,
+        timeout=20,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "stopped\nstopped\n", "")
+
+
 def test_an_interruption_while_writing(root):
     before = swap_out(torch.arange(3.0), root)
 
