@@ -311,6 +311,24 @@ def test_a_live_run_whose_lock_was_cleaned_away_keeps_its_values(root):
     assert not unfinished.exists()
 
 
+def test_values_that_are_swapped_out_while_the_directory_is_made(root):
+    """By a finalizer or a signal handler of the same thread, which holds the lock of the root already."""
+    done = run(
+        """
+        import transfer.nvme.swap_directory as directory
+        remove_dead, inside = directory._remove_dead, []
+        def interrupted(path):
+            inside.append(swap_out(torch.zeros(3), root))
+            remove_dead(path)
+        directory._remove_dead = interrupted
+        swapped = swap_out(torch.ones(3), root)
+        assert [nvme.swap_in(each).tolist() for each in (swapped, *inside)] == [[1, 1, 1], [0, 0, 0]]
+        """,
+        root,
+    )
+    succeeds(done)
+
+
 def test_a_removal_that_is_killed_is_finished_by_the_next(root, monkeypatch):
     dead = root / "h2d-swap-rank0-pid1-abc"
     dead.mkdir(parents=True)

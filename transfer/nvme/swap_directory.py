@@ -93,6 +93,7 @@ class OwnedFile:
 
 
 _directories: dict[Path, SwapDirectory] = {}
+_locks: set[Path] = set()  # of roots, which this process is about to hold or holds
 _guard = threading.RLock()
 
 
@@ -180,10 +181,16 @@ def _is_dead(path: Path) -> bool:
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[bool]:
     """Holds a lock file; gives False where it cannot be locked, and so nobody is known to be dead."""
-    descriptor = _open_lock(path)
+    if path in _locks:  # by this thread, which a signal handler or a finalizer interrupts: to wait would be for ever
+        yield False
+        return
+    _locks.add(path)
+    descriptor = None
     try:
+        descriptor = _open_lock(path)
         yield descriptor is not None and _flock(descriptor)
     finally:
+        _locks.discard(path)
         if descriptor is not None:
             _unlock(descriptor)
             os.close(descriptor)
@@ -254,6 +261,7 @@ def _start_afresh() -> None:
     for directory in _directories.values():
         directory.leave_to_parent()
     _directories.clear()
+    _locks.clear()
 
 
 if hasattr(os, "register_at_fork"):
