@@ -8,7 +8,9 @@ import importlib
 import importlib.util
 import os
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,11 @@ _QUEUE_DEPTH = 32
 _CAP_IPC_LOCK = 1 << 14
 #: What loading the op may take, in each of several processes that do so in turn.
 _LOADING_SECONDS = 20.0
+_UNLIMITED = 2**62
+
+_guard = threading.Lock()
+#: The most that the reads under way lock.
+_reads_lock_bytes = 0
 
 
 @functools.cache
@@ -56,15 +63,41 @@ def read(handle: Any, memory: memoryview, path: str, offset: int) -> bool:
         offset: In the file.
     """
     tensor = torch.frombuffer(memory, dtype=torch.uint8)
+    if torch.cuda.is_available() and tensor.is_pinned():
+        return int(handle.sync_pread(tensor, path, offset)) == 1
     # The op aborts the process where it may not lock that copy.
-    if not (torch.cuda.is_available() and tensor.is_pinned()) and _lock_limit_bytes() < 2 * tensor.nbytes:
-        return False
-    return int(handle.sync_pread(tensor, path, offset)) == 1
+    with _locking(2 * tensor.nbytes) as allowed:
+        return allowed and int(handle.sync_pread(tensor, path, offset)) == 1
 
 
 def may_lock_bytes(num_bytes: int) -> bool:
     """Whether the process may lock so much more memory: where it may not, ``new_cpu_locked_tensor`` aborts it."""
-    return _lock_limit_bytes() >= num_bytes + _locked_bytes()
+    limit = _lock_limit_bytes()
+    return limit == _UNLIMITED or limit >= num_bytes + _locked_bytes()
+
+
+@contextlib.contextmanager
+def _locking(num_bytes: int) -> Iterator[bool]:
+    """Whether so much memory may be locked in the block, beside what the reads of other threads lock."""
+    global _reads_lock_bytes
+    with _guard:
+        allowed = may_lock_bytes(_reads_lock_bytes + num_bytes)
+        _reads_lock_bytes += num_bytes if allowed else 0
+    try:
+        yield allowed
+    finally:
+        with _guard:
+            _reads_lock_bytes -= num_bytes if allowed else 0
+
+
+def _start_afresh() -> None:
+    """In a forked child: another thread of the parent may have held the guard."""
+    global _guard, _reads_lock_bytes
+    _guard, _reads_lock_bytes = threading.Lock(), 0
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_start_afresh)
 
 
 class _NotThereError(Exception):
@@ -124,7 +157,7 @@ def _lock_limit_bytes() -> int:
     capabilities = _status("CapEff")
     effective = (_CAP_IPC_LOCK if os.geteuid() == 0 else 0) if capabilities is None else int(capabilities, 16)
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return 2**62 if effective & _CAP_IPC_LOCK or soft == resource.RLIM_INFINITY else soft
+    return _UNLIMITED if effective & _CAP_IPC_LOCK or soft == resource.RLIM_INFINITY else soft
 
 
 def _locked_bytes() -> int:

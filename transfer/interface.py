@@ -146,7 +146,7 @@ class HostToDeviceTransfer(ABC):
 
         Returns:
             The copy, which may still be running. Until it is waited for, the destination must not
-            be read or freed.
+            be read, freed, or written, by another copy of this object either: nothing orders the two.
 
         Raises:
             TransferError: The tensors or the accelerator are refused; see ``transfer.errors``.

@@ -146,7 +146,7 @@ class ScratchLanes:
         """Queues some chunks on the next lane; returns the event after them.
 
         For sources that are not there at once, one after the other: as few calls as possible for each. The
-        caller keeps destination and sources alive.
+        caller keeps the sources alive, and the destination until ``latest``.
         """
         lane = self._lanes[self._turn]
         self._turn = (self._turn + 1) % len(self._lanes)
@@ -158,8 +158,10 @@ class ScratchLanes:
         return event
 
     def latest(self, destination: Tensor, counters: Counters) -> EventCopy:
-        """Everything that was queued up to now, as one copy to ``destination``."""
-        return EventCopy(self._mark(self._lanes), destination, counters=counters)
+        """Everything that was queued up to now, as one copy to ``destination``, which lives as long as the copy."""
+        copy = EventCopy(self._mark(self._lanes), destination, counters=counters)
+        self._in_flight.append(copy)
+        return copy
 
     def _mark(self, lanes: Sequence[_Lane]) -> list[Any]:
         """An event on each lane, after what is queued there."""

@@ -101,11 +101,13 @@ class _TiledOp:
         is_master = parameters.data_ptr() == self._master.data_ptr() and parameters.numel() == self._master.numel()
         if not is_master or not all(tensor.dim() == 1 and tensor.is_contiguous() for tensor in tensors):
             return self._op.adam_update(*arguments)
-        end = 0
+        end, update = 0, self._op.adam_update
         try:
             for offset, length in plan_tiles(parameters.numel()):
-                self._op.adam_update(*scalars, *(tensor.narrow(0, offset, length) for tensor in tensors))
+                tile = tuple(tensor.narrow(0, offset, length) for tensor in tensors)
+                # Before the update: Ctrl-C while the op runs is raised when it has ended, and nothing comes in between.
                 end = offset + length
+                update(*scalars, *tile)
                 self._submit(offset, length)
         except BaseException:
             # The optimizer has counted the step: a master that is updated in part would stay wrong for good.

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -297,3 +298,28 @@ def test_the_file_system_of_a_directory_is_the_deepest_mount(tmp_path):
     assert file_system("/mnt/faster", table) == "ext4"
     assert not is_local("/mnt/fast/far", table)
     assert file_system("/", tmp_path / "missing") is None
+
+
+def test_mounts_of_any_name(tmp_path):
+    """Names that are not ASCII, or not text. A share that is not found would pass for the local drive around it."""
+    for name in (
+        "données".encode(),
+        "重み".encode(),
+        b"a b",
+        b"nl\nbs\\",
+        b"cr\r",
+        b"not\xfftext",
+        "nbsp\u00a0".encode(),
+    ):
+        folder = os.fsencode(tmp_path) + b"/" + name
+        os.mkdir(folder)  # noqa: PTH102 - bytes
+        escaped = folder.replace(b"\\", b"\\134").replace(b" ", b"\\040").replace(b"\n", b"\\012")
+        table = tmp_path / "mountinfo"
+        table.write_bytes(
+            b"1 0 8:1 / / rw - ext4 /dev/sda rw\n"
+            b"3 1 0:9 / /mnt/\xfe rw - nfs4 host:/ rw\n"
+            b"2 1 0:9 / " + escaped + b" rw - nfs4 host:/ rw\n"
+        )
+        assert file_system(Path(os.fsdecode(folder)), table) == "nfs4"
+        assert not is_local(Path(os.fsdecode(folder)), table)
+        assert is_local(tmp_path, table)

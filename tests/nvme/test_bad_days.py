@@ -11,6 +11,7 @@ import textwrap
 import threading
 import time
 import warnings
+import weakref
 from pathlib import Path
 
 import pytest
@@ -288,6 +289,38 @@ def test_an_interruption_while_reading(root, any_accelerator, repeat):
     assert torch.equal(nvme.swap_in(swapped), tensor)
 
 
+def test_an_interruption_while_threads_are_employed(root):
+    """Those that were started already go back to the pool: else the next copy, and the end of the process, hang."""
+    done = run(
+        """
+        from accelerators.simulated import SimulatedAccelerator
+        from transfer.nvme import read_ahead
+        def employ(pool, call):
+            future = start_on(pool, call)
+            if len(employed) == 1:
+                raise KeyboardInterrupt
+            employed.append(future)
+            return future
+        start_on, read_ahead.start_on, employed = read_ahead.start_on, employ, []
+        transfer = NvmeSwappedTransfer(accelerator=SimulatedAccelerator(), chunk_elements=65_536, threads=2)
+        destination = transfer.accelerator.device_empty(200_000, dtype=torch.bfloat16)
+        swapped = swap_out(torch.ones(200_000), root)
+        for read in (lambda: transfer.copy(destination, swapped), lambda: nvme.swap_in(swapped)):
+            employed.clear()
+            try:
+                read()
+            except KeyboardInterrupt:
+                print("stopped")
+        read_ahead.start_on = start_on
+        transfer.copy(destination, swapped)
+        assert (destination == 1).all()
+        """,
+        root,
+        timeout=20,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "stopped\nstopped\n", "")
+
+
 def test_an_interruption_while_writing(root):
     before = swap_out(torch.arange(3.0), root)
 
@@ -322,6 +355,41 @@ def test_a_close_with_copies_in_flight(root, simulated, closer):
     assert torch.equal(destination, tensor)
     copied.wait()
     assert copied.done
+
+
+def test_a_destination_that_is_dropped_lives_as_long_as_its_copy(root, simulated):
+    """Else its memory is given to somebody else, while streams of ours still write to it."""
+    swapped = swap_out(values(3 * CHUNK), root)
+    transfer = make(simulated)
+    # A device whose queue keeps nothing alive, as a real one's does not.
+    simulated.enqueue_copy = lambda destination, source: None
+    destination = simulated.device_empty(3 * CHUNK, dtype=torch.bfloat16)
+    storage = weakref.ref(destination.untyped_storage())
+    transfer.submit(destination, swapped)
+    del destination
+    gc.collect()
+    assert storage() is not None
+    transfer.close()
+    gc.collect()
+    assert storage() is None
+
+
+def test_a_close_inside_a_copy_that_looks_for_its_buffers(root, simulated):
+    """As from a finalizer or a signal handler, between the start of a copy and its first look at the ring."""
+    tensor = values(3 * CHUNK)
+    swapped = swap_out(tensor, root)
+    transfer = make(simulated)
+    device_copy(transfer, swapped)
+    on_device, closes = simulated.on_device, iter([transfer.close])
+
+    def closing(each):
+        next(closes, lambda: None)()
+        return on_device(each)
+
+    simulated.on_device = closing
+    assert same_bits(device_copy(transfer, swapped), tensor)
+    transfer.close()
+    assert transfer.pinned_bytes == simulated.pinned_bytes == 0
 
 
 def test_a_close_while_another_thread_reads(root, simulated):

@@ -1,6 +1,8 @@
 """Where swap files go, what they are called, and whose they are."""
 
+import errno
 import os
+import shutil
 import stat
 import textwrap
 import threading
@@ -270,6 +272,8 @@ def test_what_is_not_ours_is_never_removed(root):
     (mine / "data").write_text("mine")
     (root / "h2d-swap-rank0-link").symlink_to(mine)
     (root / "h2d-swap-rank0-file").write_text("mine")
+    (root / "h2d-swap-rankings").mkdir()
+    (root / "h2d-swap-rankings" / "data").write_text("mine")
     (root / "other").mkdir()
     (root / "data.swap").write_text("mine")
     done = run(
@@ -286,11 +290,78 @@ def test_what_is_not_ours_is_never_removed(root):
         root,
     )
     others = "h2d-swap-rank0-file h2d-swap-rank0-link"
+    alike = "h2d-swap-rankings other"
     succeeds(
         done,
-        f".h2d-swap-lock data.swap {others} h2d-swap-rank0-pid1-x other\n.h2d-swap-lock data.swap {others} other\n",
+        f".h2d-swap-lock data.swap {others} h2d-swap-rank0-pid1-x {alike}\n.h2d-swap-lock data.swap {others} {alike}\n",
     )
-    assert (mine / "data").read_text() == "mine"
+    assert (mine / "data").read_text() == (root / "h2d-swap-rankings" / "data").read_text() == "mine"
+
+
+def test_a_live_run_whose_lock_was_cleaned_away_keeps_its_values(root):
+    """As a drive is cleaned of files that nobody has touched for weeks."""
+    swapped = swap_out(torch.ones(3), root)
+    for name in ("lock", "machine"):
+        (swapped.path.parent / name).unlink()
+    unfinished = root / "h2d-swap-rank0-pid1-abc"
+    unfinished.mkdir()
+    done = run("assert ended(child(swap_out, torch.ones(3), root)) == 0", root)
+    succeeds(done)
+    assert nvme.swap_in(swapped).tolist() == [1, 1, 1]
+    assert not unfinished.exists()
+
+
+def test_values_that_are_swapped_out_while_the_directory_is_made(root):
+    """By a finalizer or a signal handler of the same thread, which holds the lock of the root already."""
+    done = run(
+        """
+        import transfer.nvme.swap_directory as directory
+        remove_dead, inside = directory._remove_dead, []
+        def interrupted(path):
+            inside.append(swap_out(torch.zeros(3), root))
+            remove_dead(path)
+        directory._remove_dead = interrupted
+        swapped = swap_out(torch.ones(3), root)
+        assert [nvme.swap_in(each).tolist() for each in (swapped, *inside)] == [[1, 1, 1], [0, 0, 0]]
+        """,
+        root,
+    )
+    succeeds(done)
+
+
+def test_a_removal_that_is_killed_is_finished_by_the_next(root, monkeypatch):
+    dead = root / "h2d-swap-rank0-pid1-abc"
+    dead.mkdir(parents=True)
+    for name in ("lock", "machine", "tensor-0.swap", "tensor-1.part"):
+        (dead / name).touch()
+    removed, unlink = [], Path.unlink
+
+    def killed(path, missing_ok=False):
+        if dead in path.parents:
+            removed.append(path.name)
+            if len(removed) == 2:
+                raise KeyboardInterrupt
+        unlink(path, missing_ok)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", killed)
+        with pytest.raises(KeyboardInterrupt):
+            swap_out(torch.ones(3), root)
+    assert (dead / "lock").exists()
+    swap_out(torch.ones(3), root)
+    assert not dead.exists()
+
+
+def test_a_run_that_ends_while_it_is_removed_is_no_reason_to_warn(root, monkeypatch, caplog):
+    dead = root / "h2d-swap-rank0-pid1-abc"
+    dead.mkdir(parents=True)
+
+    def gone(path):
+        raise FileNotFoundError(errno.ENOENT, "gone", str(path))
+
+    monkeypatch.setattr(shutil, "rmtree", gone)
+    swap_out(torch.ones(3), root)
+    assert not caplog.records
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="Only root can act as two users.")

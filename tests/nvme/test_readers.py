@@ -1,9 +1,11 @@
 """What drives, file systems and threads do to reads and writes: less than asked, refusals, failures."""
 
 import errno
+import functools
 import os
 import threading
 import time
+import types
 
 import pytest
 import torch
@@ -279,3 +281,29 @@ def test_a_thread_asks_for_no_more_than_a_block_at_a_time(root, simulated, block
         assert torch.equal(device_copy(transfer, swap_out(tensor, root)), tensor)
     assert max(lengths) == most
     assert sum(lengths) == -(-tensor.nbytes // 4096) * 4096
+
+
+def test_reads_of_aio_at_the_same_time_lock_no_more_than_the_process_may(monkeypatch):
+    """The op ends the process where it may not lock the copy of one of them."""
+    begun, end, done = threading.Event(), threading.Event(), []
+
+    def sync_pread(*_):
+        begun.set()
+        return int(end.wait(2))
+
+    handle = types.SimpleNamespace(sync_pread=sync_pread)
+    read = functools.partial(deepspeed_aio.read, handle, memoryview(bytearray(4096)), "file", 0)
+    monkeypatch.setattr(deepspeed_aio, "_lock_limit_bytes", lambda: 3 * 4096)
+    monkeypatch.setattr(deepspeed_aio, "_locked_bytes", lambda: 0)
+    thread = threading.Thread(target=lambda: done.append(read()))
+    thread.start()
+    assert begun.wait(10)
+    begun.clear()
+    second = read()
+    asked = begun.is_set()
+    end.set()
+    thread.join()
+    assert (second, asked, done) == (False, False, [True])
+    assert read()
+    monkeypatch.setattr(deepspeed_aio, "_locked_bytes", lambda: 2 * 4096)
+    assert not read()

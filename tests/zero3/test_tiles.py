@@ -194,3 +194,23 @@ def test_a_submit_that_fails_leaves_the_whole_master_updated_once(cpu_adam):
     assert torch.equal(parameter.data, whole)
     optimizer.step()
     assert optimizer.state[parameter]["step"] == 2
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("stopped", [0, 1, 2])
+def test_ctrl_c_while_a_tile_is_updated_leaves_the_whole_master_updated_once(stopped):
+    """Python raises it when the op, which is compiled, has returned: that tile is updated then."""
+    calls = []
+
+    def adam_update(parameter, *_):
+        parameter.add_(1)
+        calls.append(parameter.numel())
+        if len(calls) == stopped + 1:
+            raise KeyboardInterrupt
+
+    parameter, *others = (torch.zeros(1000) for _ in range(4))
+    optimizer = types.SimpleNamespace(ds_opt_adam=types.SimpleNamespace(adam_update=adam_update))
+    with pytest.raises(KeyboardInterrupt), updating_in_tiles(optimizer, parameter, lambda *_: None):
+        optimizer.ds_opt_adam.adam_update(parameter, *others)
+    assert parameter.unique().tolist() == [1]
+    assert sum(calls) == 1000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from pathlib import Path
 _LOCAL = frozenset({"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs"})
 #: Of these, the ones in memory: to read a file there is to copy memory.
 MEMORY_FILE_SYSTEMS = frozenset({"ramfs", "tmpfs"})
+#: How the kernel's table writes blanks, line ends and backslashes.
+_ESCAPED = re.compile(rb"\\([0-7]{3})")
 
 
 def machine() -> str:
@@ -38,12 +41,12 @@ def file_system(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str 
         mounts: The kernel's table; for tests.
     """
     try:
-        lines = [line.split() for line in mounts.read_text().splitlines()]
+        lines = [line.split(b" ") for line in mounts.read_bytes().split(b"\n") if line]
     except OSError:
         return None
-    here, best, kind = os.path.realpath(path), "", None
+    here, best, kind = os.fsencode(os.path.realpath(path)), b"", None  # names are bytes, of any encoding
     for fields in lines:
-        point = fields[4].encode().decode("unicode_escape")  # blanks are written as \040
-        if (here == point or here.startswith(point.rstrip("/") + "/")) and len(point) >= len(best):
-            best, kind = point, fields[fields.index("-") + 1]
+        point = _ESCAPED.sub(lambda found: bytes([int(found[1], 8)]), fields[4])
+        if (here == point or here.startswith(point.rstrip(b"/") + b"/")) and len(point) >= len(best):
+            best, kind = point, fields[fields.index(b"-") + 1].decode("ascii", "replace")
     return kind

@@ -94,15 +94,13 @@ def plan_reads(swapped: SwappedTensor, capacity: int, checked: bool, direct: boo
 
 
 class ReadAhead:
-    """Reads pieces of chunks on threads. Made by ``reading``, which also ends it.
+    """Reads pieces of chunks on threads. Made by ``reading``, which also starts and ends it.
 
     Each thread takes the next piece from one queue until the file is read. On fast drives, what bounds them is how
     often they hand the interpreter's lock to each other: so there is one checksum for a piece, no lock of its
     own, and no operation of torch, each of which gives the interpreter's lock away too.
 
     Args:
-        pool: The threads.
-        threads: How many of them.
         reader: How they read.
         file: What.
         piece_bytes: The most that a thread asks the drive for at a time. A piece is that, or what one checksum
@@ -110,15 +108,7 @@ class ReadAhead:
         checksums: Compared where given.
     """
 
-    def __init__(
-        self,
-        pool: ThreadPoolExecutor,
-        threads: int,
-        reader: Reader,
-        file: OpenFile,
-        piece_bytes: int,
-        checksums: Checksums | None,
-    ) -> None:
+    def __init__(self, reader: Reader, file: OpenFile, piece_bytes: int, checksums: Checksums | None) -> None:
         self._reader = reader
         self._file = file
         unit = ALIGNMENT_BYTES if checksums is None else checksums.block_bytes
@@ -128,6 +118,9 @@ class ReadAhead:
         self._tasks: SimpleQueue[_Piece | None] = SimpleQueue()
         self._stopped = False
         self._working: list[Future[None]] = []
+
+    def employ(self, pool: ThreadPoolExecutor, threads: int) -> None:
+        """Lets so many threads of the pool read. Whatever ends it, ``drain`` is to follow."""
         for _ in range(threads):
             working = start_on(pool, self._work)
             if working is None:
@@ -173,6 +166,7 @@ class ReadAhead:
             except BaseException as caught:  # noqa: BLE001 - whatever it is, the copy has to end with it
                 error = caught
             piece.done.put(error)
+        self._tasks.put(None)  # for the next one; also one that nobody knows of, as employing it was interrupted
 
     def _read(self, piece: _Piece) -> None:
         chunk, begin = piece.chunk, piece.begin
@@ -192,8 +186,7 @@ class ReadAhead:
         """Blocks until nothing is being read; what has not begun is not read at all."""
         self._stopped = True
         try:
-            for _ in self._working:
-                self._tasks.put(None)
+            self._tasks.put(None)
             while self._working:
                 self._working[-1].exception()
                 self._working.pop()
@@ -233,8 +226,9 @@ def reading(
     if checksums is None and not reader.notices_failures:
         reader = PosixReader()
     with open_swapped(swapped, direct) as file:
-        ahead = ReadAhead(pool, threads, reader, file, piece_bytes, checksums)
+        ahead = ReadAhead(reader, file, piece_bytes, checksums)
         try:
+            ahead.employ(pool, threads)
             yield ahead, chunks
         finally:
             ahead.drain()

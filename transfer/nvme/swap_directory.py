@@ -27,10 +27,14 @@ from .paths import absolute
 logger = logging.getLogger("transfer")
 
 _PREFIX = "h2d-swap-"
+#: What ``_make`` calls a directory: others may have names that begin alike.
+_NAME = re.compile(_PREFIX + r"rank[0-9]+-pid[0-9]+-\w+")
 _LOCK = "lock"
 #: Stays in the root: to delete it would take it from under somebody who waits for it.
 _ROOT_LOCK = ".h2d-swap-lock"
 _MACHINE = "machine"
+#: Of the names of files that hold values, or are to.
+_VALUES = (".swap", ".part")
 #: Of the 255 bytes that a name may have: the rest is for what makes it unique.
 _LABEL_CHARACTERS = 80
 
@@ -89,6 +93,7 @@ class OwnedFile:
 
 
 _directories: dict[Path, SwapDirectory] = {}
+_locks: set[Path] = set()  # of roots, which this process is about to hold or holds
 _guard = threading.RLock()
 
 
@@ -136,8 +141,11 @@ def _make(root: Path) -> SwapDirectory:
 def _remove_dead(root: Path) -> None:
     for path in sorted(root.glob(f"{_PREFIX}rank*")):
         with _only_logged():
-            if path.is_dir() and not path.is_symlink() and path.stat().st_uid == os.getuid() and _is_dead(path):
+            if not _NAME.fullmatch(path.name) or path.is_symlink() or not path.is_dir():
+                continue
+            if path.stat().st_uid == os.getuid() and _is_dead(path):
                 num_bytes = sum(each.stat().st_size for each in path.iterdir())
+                _empty(path)
                 shutil.rmtree(path)
                 logger.info("removed %s with %d bytes of swap files of a run that has ended", path, num_bytes)
 
@@ -147,6 +155,8 @@ def _only_logged() -> Iterator[None]:
     """What cannot be removed costs space, and no values."""
     try:
         yield
+    except FileNotFoundError:
+        pass  # its process has ended just now, and removes it itself
     except OSError as error:
         logger.warning("the swap files of a run that has ended could not be removed: %s", error)
 
@@ -155,7 +165,10 @@ def _is_dead(path: Path) -> bool:
     try:
         lock = os.open(path / _LOCK, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
-        lock = None  # killed while it was made
+        # Killed while it was made; or somebody who cleans up has removed the lock, and nobody knows.
+        if any(each.suffix in _VALUES for each in path.iterdir()):
+            return False
+        lock = None
     try:
         if lock is not None and not _flock(lock, wait=False):
             return False
@@ -170,10 +183,16 @@ def _is_dead(path: Path) -> bool:
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[bool]:
     """Holds a lock file; gives False where it cannot be locked, and so nobody is known to be dead."""
-    descriptor = _open_lock(path)
+    if path in _locks:  # by this thread, which a signal handler or a finalizer interrupts: to wait would be for ever
+        yield False
+        return
+    _locks.add(path)
+    descriptor = None
     try:
+        descriptor = _open_lock(path)
         yield descriptor is not None and _flock(descriptor)
     finally:
+        _locks.discard(path)
         if descriptor is not None:
             _unlock(descriptor)
             os.close(descriptor)
@@ -223,9 +242,18 @@ def _unlink(path: Path, process: int) -> None:
 
 def _remove(path: Path, lock: int, process: int) -> None:
     if process == os.getpid():
+        with contextlib.suppress(OSError):
+            _empty(path)
         shutil.rmtree(path, ignore_errors=True)
         with contextlib.suppress(OSError):
             os.close(lock)
+
+
+def _empty(path: Path) -> None:
+    """Removes all but the lock, which tells that the rest may go: whoever is killed meanwhile leaves it there."""
+    for each in path.iterdir():
+        if each.name != _LOCK and not each.is_dir():
+            each.unlink(missing_ok=True)
 
 
 def _start_afresh() -> None:
@@ -235,6 +263,7 @@ def _start_afresh() -> None:
     for directory in _directories.values():
         directory.leave_to_parent()
     _directories.clear()
+    _locks.clear()
 
 
 if hasattr(os, "register_at_fork"):

@@ -51,6 +51,7 @@ class NvmeHoldings:
         ring = self.rings.get(key)
         if ring is not None and not ring.closing:
             return ring
+        self._drop_ring(key)  # of a close that came inside the copy which asks for this one
         ring = self.rings[key] = StagingRing(accelerator, torch.uint8, capacity, device.index)
         try:
             ring.pin(buffers)
