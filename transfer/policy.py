@@ -83,6 +83,13 @@ class TransferPolicy:
         """
         if isinstance(source, SwappedTensor):
             return self._swapped(destination, source)
+        decision = self._for_tensor(destination, source)
+        if self.config.strategy != NVME_SWAPPED:
+            return decision
+        why = "`strategy: nvme_swapped` is for values in files, and this source is in memory."
+        return Decision(decision.strategy, f"{why} {decision.reason}")
+
+    def _for_tensor(self, destination: Tensor, source: Tensor) -> Decision:
         accelerator = self._choice.resolve()
         if not accelerator.on_device(destination):
             return Decision("pageable", f"The destination is not in the memory of {accelerator.name}.")

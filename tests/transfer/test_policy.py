@@ -93,7 +93,9 @@ def test_with_nvme_swapped_as_the_strategy_tensors_go_by_the_default(simulated):
     rules = [{"when": {"at_least": 1}, "use": "nvme_swapped"}]
     policy = TransferPolicy({"strategy": "nvme_swapped", "rules": rules}, simulated)
     destination, source = pair(simulated)
-    assert policy.select(destination, source).strategy == "pinned_direct"
+    decision = policy.select(destination, source)
+    assert decision.strategy == "pinned_direct"
+    assert decision.reason.startswith("`strategy: nvme_swapped` is for values in files, and this source is in memory.")
     assert "pinned_direct" in policy.preparing(source)
     with build_transfer({"strategy": "nvme_swapped"}, simulated) as transfer:
         transfer.prepare(source)

@@ -1,0 +1,58 @@
+"""The command itself, whatever the sub-command does."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.running import ROOT
+from transfer import cli
+
+
+def test_an_interrupt_is_one_line_and_its_own_exit_status(monkeypatch, capsys):
+    def interrupted(arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("transfer.cli.tune.main", interrupted)
+    assert cli.main(["tune", "--quick"]) == 130
+    assert capsys.readouterr().err == "h2d tune: interrupted\n"
+
+
+def test_an_interrupted_command_ends_its_ranks(tmp_path):
+    """Although only the command itself was told."""
+    worker = tmp_path / "sleeper.py"
+    worker.write_text(
+        "import os, pathlib, time\n"
+        "def run(options, ranks):\n"
+        "    pathlib.Path(options['pids'], str(os.getpid())).touch()\n"
+        "    time.sleep(100)\n"
+    )
+    program = (
+        "import transfer.cli.ranks as ranks\n"
+        f"ranks.launch('sleeper:run', {{'pids': {str(tmp_path / 'pids')!r}, 'accelerator': 'cpu'}}, 2, threads=1)\n"
+    )
+    pids = tmp_path / "pids"
+    pids.mkdir()
+    started = subprocess.Popen(
+        [sys.executable, "-c", program],
+        env={"PYTHONPATH": ":".join([str(tmp_path), str(ROOT), *sys.path]), "PATH": ""},
+        stderr=subprocess.PIPE,
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while len(list(pids.iterdir())) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        started.send_signal(signal.SIGINT)
+        _, error = started.communicate(timeout=60)
+        assert error.endswith(b"KeyboardInterrupt\n")
+    finally:
+        started.kill()
+    for path in pids.iterdir():
+        with pytest.raises(ProcessLookupError):
+            for _ in range(100):
+                os.kill(int(path.name), 0)
+                time.sleep(0.1)
