@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import gc
 import pickle
 from pathlib import Path
 
@@ -219,8 +220,23 @@ def test_the_handle_tells_an_empty_file_from_none(root):
     swapped.delete()
 
 
-@pytest.mark.parametrize("again", [lambda swapped: pickle.loads(pickle.dumps(swapped)), copy.copy, copy.deepcopy])
-def test_a_copied_handle_reads_and_owns_nothing(root, again):
+@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy])
+def test_a_copied_handle_keeps_the_file(root, again):
+    """As of a state dict that is copied, whose original goes."""
+    tensor = values(5000)
+    swapped = swap_out(tensor, root)
+    other = again({"master": swapped})["master"]
+    del swapped
+    gc.collect()
+    assert same_bits(nvme.swap_in(other), tensor)
+    path = other.path
+    del other
+    gc.collect()
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("again", [lambda swapped: pickle.loads(pickle.dumps(swapped))])
+def test_a_pickled_handle_reads_and_owns_nothing(root, again):
     tensor = values(5000)
     swapped = swap_out(tensor, root)
     other = again(swapped)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from typing_extensions import Self
 
 from ..errors import SwapCorruptedError, UnsupportedDtypeError
 from .checksums import Checksums
@@ -27,7 +28,7 @@ class SwappedTensor:
 
     ``swap_out`` returns one whose file belongs to it: the file is deleted with the last reference to the
     handle, by ``delete``, and when the process ends. ``from_file`` makes one for a file that stays
-    somebody else's. A pickled handle works in another process while the file is there, and owns nothing.
+    somebody else's. A handle that was pickled works in another process while the file is there, and owns nothing.
 
     Attributes:
         path: The file.
@@ -110,6 +111,13 @@ class SwappedTensor:
         """
         if self._owned is not None:
             self._owned.delete()
+
+    # Copies within a process are the handle itself: the file stays while anybody has one.
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.path, self.dtype, self.shape, self.offset_bytes, self.checksums, self.stamp)
