@@ -111,28 +111,40 @@ def _load() -> Any:
     builder = AsyncIOBuilder()
     if importlib.util.find_spec(builder.absolute_name()) is not None:  # built when DeepSpeed was installed
         return importlib.import_module(builder.absolute_name())
+    for each in (builder, *_needed_by(builder)):
+        _check_built(each)
+    # DeepSpeed asks the standard error for its descriptor, and takes a replaced one, without one, for a missing libaio.
+    with contextlib.redirect_stderr(sys.__stderr__ or sys.stderr):
+        if not builder.is_compatible(verbose=False):
+            raise _NotThereError("DeepSpeed's aio op does not fit this machine: it needs libaio (package libaio-dev).")
+        return builder.load(verbose=False)
+
+
+def _needed_by(builder: Any) -> list[Any]:
+    """The op that the aio op takes its locked memory from, in DeepSpeed 0.19.4 and later."""
+    try:
+        from deepspeed.ops.op_builder.pin_memory import PinMemoryBuilder
+    except ImportError:
+        return []
+    return [PinMemoryBuilder()] if builder.name != PinMemoryBuilder.NAME else []
+
+
+def _check_built(builder: Any) -> None:
+    """Raises unless the op was built here, by this environment's DeepSpeed: to load any other one is to build it."""
     folder = _build_folder(builder.name)
     if _stays_locked(folder / "lock"):
         raise _NotThereError(
             f"DeepSpeed's aio op is being built, or such a build was interrupted; if so, delete {folder / 'lock'}."
         )
-    if not (folder / f"{builder.name}.so").exists():
+    op, recipe = folder / f"{builder.name}.so", folder / "build.ninja"
+    if not (op.exists() and recipe.exists()):
         raise _NotThereError("DeepSpeed's aio op is not built; its first use by DeepSpeed builds it, in minutes.")
-    # DeepSpeed asks the standard error for its descriptor, and takes a replaced one, without one, for a missing libaio.
-    with contextlib.redirect_stderr(sys.__stderr__ or sys.stderr):
-        if not builder.is_compatible(verbose=False):
-            raise _NotThereError("DeepSpeed's aio op does not fit this machine: it needs libaio (package libaio-dev).")
-    return _import(builder.name, folder / f"{builder.name}.so")
-
-
-def _import(name: str, file: Path) -> Any:
-    """The built op as it is. The builder's own ``load`` builds it again where another environment's it was."""
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{file} is no module")
-    op = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(op)
-    return op
+    source = os.path.abspath(builder.deepspeed_src_path(builder.sources()[0]))  # noqa: PTH100 - as DeepSpeed has it
+    if source not in recipe.read_text() or op.stat().st_mtime < recipe.stat().st_mtime:
+        raise _NotThereError(
+            f"DeepSpeed's aio op in {folder} was built by another environment; let DeepSpeed build it here, or set "
+            "TORCH_EXTENSIONS_DIR to a directory of this environment's own."
+        )
 
 
 def _stays_locked(lock: Path) -> bool:

@@ -275,15 +275,32 @@ def test_the_op_of_aio_that_is_not_there(root, tmp_path):
                 assert str(error) in message
             print(state, message, sep=": ")
 
-        folder = Path(torch.utils.cpp_extension._get_build_directory("async_io", False))
-        assert folder.is_relative_to(os.environ["TORCH_EXTENSIONS_DIR"])
-        folder.mkdir(parents=True, exist_ok=True)
+        def built(builder, source):
+            folder = Path(torch.utils.cpp_extension._get_build_directory(builder.name, False))
+            assert folder.is_relative_to(os.environ["TORCH_EXTENSIONS_DIR"])
+            (folder / "build.ninja").write_text(f"build it: compile {source}")
+            (folder / f"{builder.name}.so").write_text("half")
+            return folder
+
+        builders = [AsyncIOBuilder()]
+        try:
+            from deepspeed.ops.op_builder.pin_memory import PinMemoryBuilder
+            builders.append(PinMemoryBuilder())
+        except ImportError:  # an older DeepSpeed
+            pass
         check("missing")
+        folder = built(builders[0], "/another/environment/source.cpp")
         (folder / "lock").touch()
-        (folder / "async_io.so").write_text("half")
+        os.utime(folder / "lock", (0, 0))
         check("locked")
         (folder / "lock").touch()
         threading.Timer(0.3, (folder / "lock").unlink).start()  # another process loads it meanwhile
+        check("foreign")
+        for builder in builders:
+            folder = built(builder, os.path.abspath(builder.deepspeed_src_path(builder.sources()[0])))
+        os.utime(folder / f"{builder.name}.so", (0, 0))
+        check("half")
+        (folder / f"{builder.name}.so").touch()
         check("no libaio")
         check("broken", ImportError("libaio.so.1: cannot open shared object file"))
     """
@@ -294,6 +311,8 @@ def test_the_op_of_aio_that_is_not_there(root, tmp_path):
     for state, part in {
         "missing": "is not built",
         "locked": "/async_io/lock.",
+        "foreign": "was built by another environment",
+        "half": "was built by another environment",
         "no libaio": "needs libaio (package libaio-dev)",
         "broken": "ImportError: libaio.so.1: cannot open shared object file",
     }.items():
