@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from accelerators import Accelerator
+
 from .accelerator_choice import accelerator_errors
 from .stats import Counters
 
@@ -110,6 +112,14 @@ class EventCopy(InFlightCopy):
                 if all(event.query() for event in pending[0]):
                     self._pending = None
         return self._pending is None
+
+
+def finish_stream(accelerator: Accelerator, stream: Any, device_index: int | None) -> None:
+    """Blocks the host until what is queued on a stream is done; without streams, what is queued on the device."""
+    if stream is not None:
+        stream.synchronize()
+    elif accelerator.capabilities.copies_asynchronously:
+        accelerator.synchronize(device_index)
 
 
 #: Shared by every copy that had nothing to do or was finished when ``submit`` returned.

@@ -108,22 +108,19 @@ class ScratchLanes:
         Returns:
             The copy in flight.
         """
-        self.settle()
-        self._unsettled = True
-        self.follow_caller()
         stride = len(self._lanes) * _BURST
-        for begin in range(0, len(chunks), stride):
-            burst = chunks[begin : begin + stride]
-            for turn, lane in enumerate(self._lanes):
-                with self._accelerator.stream(lane.stream):
-                    for target, piece in burst[turn :: len(self._lanes)]:
-                        self._cross_chunk(lane, target, piece)
-        copy = EventCopy(self._mark(self._lanes[: len(chunks)]), destination, reads, counters)
-        self._in_flight.append(copy)
-        self._unsettled = False
+        with self.session():
+            for begin in range(0, len(chunks), stride):
+                burst = chunks[begin : begin + stride]
+                for turn, lane in enumerate(self._lanes):
+                    with self._accelerator.stream(lane.stream):
+                        for target, piece in burst[turn :: len(self._lanes)]:
+                            self._cross_chunk(lane, target, piece)
+            copy = EventCopy(self._mark(self._lanes[: len(chunks)]), destination, reads, counters)
+            self._in_flight.append(copy)
         return copy
 
-    def follow_caller(self) -> None:
+    def _follow_caller(self) -> None:
         """What is queued on the lanes from now on runs after what is queued on the caller's current stream."""
         accelerator = self._accelerator
         caller = accelerator.current_stream(self._device_index)
@@ -135,10 +132,10 @@ class ScratchLanes:
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """The block in which ``send`` is called; what an exception leaves in it, the next one waits for."""
+        """The block in which work is queued; what an exception leaves in it, the next one waits for."""
         self.settle()
         self._unsettled = True
-        self.follow_caller()
+        self._follow_caller()
         yield
         self._unsettled = False
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +15,7 @@ from ..config import TransferConfig
 from ..errors import StrategyUnavailableError
 from ..interface import HostToDeviceTransfer
 from ..nvme.memory import ALIGNMENT_BYTES, aligned_empty, buffer_of
-from ..nvme.open_file import O_DIRECT, opened
+from ..nvme.open_file import NOT_DIRECT, O_DIRECT, opened
 from ..nvme.swap_out import swap_out
 from ..nvme.swapped_tensor import SwappedTensor
 from ..registry import get_strategy
@@ -119,7 +118,7 @@ def _reads_directly(swapped: SwappedTensor) -> bool:
         with opened(swapped.path, O_DIRECT) as descriptor:
             read_block(descriptor, buffer_of(aligned_empty(ALIGNMENT_BYTES)), swapped.offset_bytes)
     except OSError as error:
-        if error.errno == errno.EINVAL:
+        if error.errno in NOT_DIRECT:
             return False
         raise
     return bool(O_DIRECT)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import itertools
 import os
 import time
@@ -13,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import swap_error
 from ..nvme.checksums import checksums_of
 from ..nvme.memory import ALIGNMENT_BYTES, aligned_empty, buffer_of
 from ..nvme.mounts import file_system
-from ..nvme.open_file import O_DIRECT
+from ..nvme.open_file import NOT_DIRECT, O_DIRECT
+from ..nvme.space import not_written, reserve
 from ..nvme.swap_directory import OwnedFile, swap_directory
 from .ranks import Ranks
 from .raw_io import in_blocks, read_block, write_block
@@ -56,7 +55,7 @@ def measure_drive(directory: str, ranks: Ranks, bounds: Bounds) -> dict[str, Any
     try:
         with _created(path) as (descriptor, direct), ThreadPoolExecutor(max(THREADS)) as pool:
             file = _File(descriptor, direct, pool)
-            _reserve(descriptor, bounds.file_bytes)
+            reserve(descriptor, path, bounds.file_bytes)
             # What is measured afterwards is written over, as swap files are, and nothing is read that is not there.
             filled, _ = file.run(True, BLOCKS[-1], 4, bounds.file_bytes, bounds.fill_seconds)
             cells = list(itertools.product((True, False), BLOCKS, THREADS))
@@ -66,7 +65,7 @@ def measure_drive(directory: str, ranks: Ranks, bounds: Bounds) -> dict[str, Any
                 num_bytes, seconds = file.run(writes, block_bytes, threads, filled, bounds.cell_seconds)
                 rates.append(num_bytes / max(seconds, 1e-9))
     except OSError as error:
-        raise swap_error(error, "the drive cannot be measured", path) from error
+        raise not_written(error, "the drive cannot be measured", path, bounds.file_bytes) from error
     finally:
         owned.delete()
     slowest = [min(of_ranks) for of_ranks in zip(*ranks.gather(rates), strict=True)]
@@ -153,18 +152,7 @@ def _open_direct(path: Path) -> int | None:
         os.pwrite(direct, buffer_of(aligned_empty(ALIGNMENT_BYTES)), 0)
     except OSError as error:
         os.close(direct)
-        if error.errno == errno.EINVAL:
+        if error.errno in NOT_DIRECT:
             return None
         raise
     return direct
-
-
-def _reserve(descriptor: int, num_bytes: int) -> None:
-    """Takes the space, so that a full drive is an error before anything is written; where the system can."""
-    try:
-        os.posix_fallocate(descriptor, 0, num_bytes)
-    except AttributeError:
-        return
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENODEV):
-            raise

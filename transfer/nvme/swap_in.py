@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from ..errors import NotATensorError
+from .checksums import BLOCK_BYTES
 from .memory import ALIGNMENT_BYTES, aligned_empty, buffer_of, round_up
 from .read_ahead import reading
 from .readers import make_reader
 from .swapped_tensor import SwappedTensor
-
-_PIECE_BYTES = 2**22
 
 
 def swap_in(swapped: SwappedTensor, *, checksums: bool = True, threads: int = 12, reader: str = "posix") -> Tensor:
@@ -57,7 +56,7 @@ def swap_in(swapped: SwappedTensor, *, checksums: bool = True, threads: int = 12
             source,
             capacity=capacity,
             threads=threads,
-            piece_bytes=_PIECE_BYTES,
+            piece_bytes=BLOCK_BYTES,
             checked=checksums,
         ) as (ahead, chunks),
     ):

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import itertools
 import os
-import shutil
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,18 +14,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..errors import NO_ROOM, InvalidTensorError, NotATensorError, SwapSpaceError, swap_error
+from ..errors import InvalidTensorError, NotATensorError
 from ..tensor_memory import describe, storage_problem
 from .checksums import BLOCK_BYTES, Checksums, checksums_of
 from .memory import ALIGNMENT_BYTES, aligned_empty, round_up
 from .open_file import NOT_DIRECT, O_DIRECT
+from .space import not_written, reserve
 from .swap_directory import OwnedFile, swap_directory
 from .swap_file import Header
 from .swapped_tensor import SwappedTensor, check_dtype
 from .threads import run_on
-
-#: What a thread casts, checks and writes at a time, in whole blocks.
-_PIECE_BYTES = 2**22
 
 
 def swap_out(
@@ -93,9 +89,9 @@ def _check(tensor: Tensor, threads: int, block_bytes: int) -> None:
 def _write(tensor: Tensor, path: Path, header: Header, threads: int) -> Checksums | None:
     part = path.with_suffix(".part")
     try:
-        with _created(part) as descriptor:
-            _reserve(descriptor, path, header.file_bytes)
-            values = _Values(tensor, part, header)
+        with _created(part) as (descriptor, direct):
+            reserve(descriptor, path, header.file_bytes)
+            values = _Values(tensor, header, descriptor, direct)
             pieces = range(0, header.value_bytes, values.piece_bytes)
             with ThreadPoolExecutor(min(threads, len(pieces)), thread_name_prefix="h2d-write") as pool:
                 try:
@@ -115,7 +111,8 @@ def _write(tensor: Tensor, path: Path, header: Header, threads: int) -> Checksum
             with contextlib.suppress(OSError):
                 each.unlink()
         if isinstance(error, OSError):
-            raise _explained(error, path, header.file_bytes) from error
+            what = f"{header.file_bytes} bytes cannot be swapped out"
+            raise not_written(error, what, path, header.file_bytes) from error
         raise
     return sums
 
@@ -123,16 +120,16 @@ def _write(tensor: Tensor, path: Path, header: Header, threads: int) -> Checksum
 class _Values:
     """The values of a tensor, piece by piece on their way into a file. Threads may share one object."""
 
-    def __init__(self, tensor: Tensor, path: Path, header: Header) -> None:
+    def __init__(self, tensor: Tensor, header: Header, descriptor: int, direct: int | None) -> None:
         host = tensor if tensor.device.type == "cpu" else tensor.cpu()
         plain = host.resolve_conj().resolve_neg().contiguous()
         # numpy's copies stay in the thread that makes them, where each of torch's would start threads of its own.
         self._bytes = plain.view(-1).view(torch.uint8).numpy()
-        self._path = path
         self._header = header
         self._memory = threading.local()
-        self._direct = bool(O_DIRECT)
-        self.piece_bytes = round_up(_PIECE_BYTES, header.block_bytes or ALIGNMENT_BYTES)
+        self._descriptor = descriptor
+        self._direct = direct
+        self.piece_bytes = round_up(BLOCK_BYTES, header.block_bytes or ALIGNMENT_BYTES)
 
     def write(self, begin: int) -> list[int]:
         """Writes one piece; returns the checksums of its blocks."""
@@ -155,25 +152,16 @@ class _Values:
 
     def _write_all(self, buffer: memoryview, offset: int) -> None:
         """Past the page cache where the file system allows it: nobody reads these bytes from there."""
-        if self._direct:
+        direct = self._direct
+        if direct is not None:
             try:
-                descriptor = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC | O_DIRECT)
-                try:
-                    written = os.pwrite(descriptor, buffer, offset)
-                finally:
-                    os.close(descriptor)
+                written = os.pwrite(direct, buffer, offset)
                 buffer, offset = buffer[written:], offset + written
             except OSError as error:
                 if error.errno not in NOT_DIRECT:
                     raise
-                self._direct = False
-        if not buffer:
-            return
-        descriptor = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC)
-        try:
-            _write_whole(descriptor, buffer, offset)  # what a short write has left
-        finally:
-            os.close(descriptor)
+                self._direct = None
+        _write_whole(self._descriptor, buffer, offset)  # what a short write has left, too
 
 
 def _write_whole(descriptor: int, buffer: memoryview, offset: int) -> None:
@@ -183,47 +171,20 @@ def _write_whole(descriptor: int, buffer: memoryview, offset: int) -> None:
 
 
 @contextlib.contextmanager
-def _created(path: Path) -> Iterator[int]:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-def _reserve(descriptor: int, path: Path, num_bytes: int) -> None:
-    """Takes the space of the whole file, or fails."""
-    try:
-        os.posix_fallocate(descriptor, 0, num_bytes)
-        return
-    except AttributeError:  # another system
-        pass
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENODEV):
-            raise
-    # A file system that reserves nothing: what is free now is the best guess.
-    if shutil.disk_usage(path.parent).free < num_bytes:
-        raise _no_room(errno.ENOSPC, path, num_bytes)
-    os.truncate(descriptor, num_bytes)
-
-
-def _explained(error: OSError, path: Path, num_bytes: int) -> Exception:
-    if isinstance(error, SwapSpaceError):
-        return error
-    if error.errno in NO_ROOM:
-        return _no_room(error.errno, path, num_bytes)
-    return swap_error(error, f"{num_bytes} bytes cannot be swapped out", path)
-
-
-def _no_room(number: int | None, path: Path, num_bytes: int) -> SwapSpaceError:
-    free: int | str = "an unknown number of"
-    with contextlib.suppress(OSError):
-        free = shutil.disk_usage(path.parent).free
-    remedy = "Free some, or swap out to another drive."
-    if number == errno.EFBIG:
-        remedy = "The process may not write files so large: raise its limit (`ulimit -f`)."
-    message = f"{os.strerror(number or errno.ENOSPC)}: {num_bytes} bytes wanted, {free} free. {remedy}"
-    return SwapSpaceError(number, message, str(path))
+def _created(path: Path) -> Iterator[tuple[int, int | None]]:
+    """Descriptors of a new file: through the page cache, and past it, where the file system allows that."""
+    with contextlib.ExitStack() as closing:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        closing.callback(os.close, descriptor)
+        direct = None
+        if O_DIRECT:
+            try:
+                direct = os.open(path, os.O_WRONLY | os.O_CLOEXEC | O_DIRECT)
+                closing.callback(os.close, direct)
+            except OSError as error:
+                if error.errno not in NOT_DIRECT:
+                    raise
+        yield descriptor, direct
 
 
 def _sync_directory(path: Path) -> None:

@@ -6,6 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from accelerators import Accelerator
 
 from ..chunks import plan_chunks, views_of_range
-from ..in_flight import FINISHED, EventCopy, InFlightCopy
+from ..in_flight import FINISHED, EventCopy, InFlightCopy, finish_stream
 from ..nvme.memory import ALIGNMENT_BYTES, aligned_empty
 from ..nvme.read_ahead import Chunk
 from ..scratch_lanes import ScratchLanes
@@ -22,21 +23,21 @@ from ..staging_ring import StagingBuffer, StagingRing
 from ..stats import Counters
 
 
+@dataclass(eq=False)
 class Route(ABC):
     """From memory that files are read into, to one destination.
 
-    Args:
+    Attributes:
         accelerator: The destination's.
         destination: All of it.
         dtype: Of the values in the file.
         counters: Of the strategy.
     """
 
-    def __init__(self, accelerator: Accelerator, destination: Tensor, dtype: torch.dtype, counters: Counters) -> None:
-        self._accelerator = accelerator
-        self._destination = destination
-        self._dtype = dtype
-        self._counters = counters
+    accelerator: Accelerator
+    destination: Tensor
+    dtype: torch.dtype
+    counters: Counters
 
     @property
     def is_aligned(self) -> bool:
@@ -46,7 +47,7 @@ class Route(ABC):
     @contextmanager
     def session(self) -> Iterator[None]:
         """The block in which memory is taken and chunks are delivered."""
-        with self._accelerator.stream(self._accelerator.current_stream(self._destination.device.index)):
+        with self.accelerator.stream(self.accelerator.current_stream(self.destination.device.index)):
             yield
 
     @abstractmethod
@@ -64,12 +65,12 @@ class Route(ABC):
     def _pieces(self, first: int, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Views of the destination from an element on, and the values that belong there."""
         offset = 0
-        for view in views_of_range(self._destination, first, first + values.numel()):
+        for view in views_of_range(self.destination, first, first + values.numel()):
             yield view, values.narrow(0, offset, view.numel()).view(view.shape)
             offset += view.numel()
 
     def _values(self, chunk: Chunk, buffer: StagingBuffer) -> Tensor:
-        return buffer.memory.narrow(0, chunk.skip, chunk.num_bytes).view(self._dtype)
+        return buffer.memory.narrow(0, chunk.skip, chunk.num_bytes).view(self.dtype)
 
 
 class HostMemory:
@@ -91,123 +92,91 @@ class HostMemory:
         return buffer
 
 
+@dataclass(eq=False)
 class PlainRoute(Route):
     """The copy that torch does by itself, which blocks: everywhere, also to a destination on the host."""
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        destination: Tensor,
-        dtype: torch.dtype,
-        counters: Counters,
-        memory: HostMemory,
-    ) -> None:
-        super().__init__(accelerator, destination, dtype, counters)
-        self._memory = memory
+    memory: HostMemory
 
     def acquire(self) -> StagingBuffer:
-        return self._memory.acquire()
+        return self.memory.acquire()
 
     def deliver(self, chunk: Chunk, buffer: StagingBuffer) -> None:
         started = time.perf_counter()
         for view, values in self._pieces(chunk.first, self._values(chunk, buffer)):
-            self._accelerator.enqueue_copy(view, values)
-        self._settle()
-        self._counters.add(pieces=1, wait_seconds=time.perf_counter() - started)
-
-    def _settle(self) -> None:
-        """Waits for the copy: the memory is read into again at once, and may have been copied from late."""
-        stream = self._accelerator.current_stream(self._destination.device.index)
-        if stream is not None:
-            stream.synchronize()
-        elif self._accelerator.capabilities.copies_asynchronously:
-            self._accelerator.synchronize(self._destination.device.index)
+            self.accelerator.enqueue_copy(view, values)
+        # The memory is read into again at once, and may have been copied from late.
+        index = self.destination.device.index
+        finish_stream(self.accelerator, self.accelerator.current_stream(index), index)
+        self.counters.add(pieces=1, wait_seconds=time.perf_counter() - started)
 
     def finish(self) -> InFlightCopy:
         return FINISHED
 
 
+@dataclass(eq=False)
 class HostCastRoute(PlainRoute):
     """Cast on the host into a ring of pinned staging buffers, and copied from there."""
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        destination: Tensor,
-        dtype: torch.dtype,
-        counters: Counters,
-        memory: HostMemory,
-        ring: StagingRing,
-    ) -> None:
-        super().__init__(accelerator, destination, dtype, counters, memory)
-        self._ring = ring
-        self._event: Any = None
+    ring: StagingRing
+    _event: Any = field(default=None, init=False)
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        with super().session(), self._ring.session():
+        with super().session(), self.ring.session():
             yield
 
     def deliver(self, chunk: Chunk, buffer: StagingBuffer) -> None:
         values = self._values(chunk, buffer)
-        most = self._ring.chunk_elements // self._destination.element_size()
+        most = self.ring.chunk_elements // self.destination.element_size()
         for offset, length in plan_chunks(chunk.numel, most):  # several where the destination's dtype is wider
             self._stage(chunk.first + offset, values.narrow(0, offset, length))
 
     def _stage(self, first: int, values: Tensor) -> None:
         started = time.perf_counter()
-        staging = self._ring.acquire()
+        staging = self.ring.acquire()
         acquired = time.perf_counter()
-        dtype = self._destination.dtype
+        dtype = self.destination.dtype
         staged = staging.memory.narrow(0, 0, values.numel() * dtype.itemsize).view(dtype)
         staged.copy_(values)
         cast = time.perf_counter()
         for view, piece in self._pieces(first, staged):
-            self._accelerator.enqueue_copy(view, piece)
-        self._event = self._accelerator.Event()  # type: ignore[misc]  # not None: the strategy has checked
+            self.accelerator.enqueue_copy(view, piece)
+        self._event = self.accelerator.Event()  # type: ignore[misc]  # not None: the strategy has checked
         self._event.record()
         staging.guard(self._event)
-        self._counters.add(pieces=1, wait_seconds=acquired - started, cast_seconds=cast - acquired)
+        self.counters.add(pieces=1, wait_seconds=acquired - started, cast_seconds=cast - acquired)
 
     def finish(self) -> InFlightCopy:
-        return EventCopy(self._event, self._destination, counters=self._counters)
+        return EventCopy(self._event, self.destination, counters=self.counters)
 
 
+@dataclass(eq=False)
 class DeviceCastRoute(Route):
     """Read into pinned memory, copied as it is into device scratch, and cast there."""
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        destination: Tensor,
-        dtype: torch.dtype,
-        counters: Counters,
-        ring: StagingRing,
-        lanes: ScratchLanes,
-    ) -> None:
-        super().__init__(accelerator, destination, dtype, counters)
-        self._ring = ring
-        self._lanes = lanes
+    ring: StagingRing
+    lanes: ScratchLanes
 
     @property
     def is_aligned(self) -> bool:
-        return self._ring.is_aligned(ALIGNMENT_BYTES)
+        return self.ring.is_aligned(ALIGNMENT_BYTES)
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        with super().session(), self._ring.session(), self._lanes.session():
+        with super().session(), self.ring.session(), self.lanes.session():
             yield
 
     def acquire(self) -> StagingBuffer:
         started = time.perf_counter()
-        buffer = self._ring.acquire()
-        self._counters.add(wait_seconds=time.perf_counter() - started)
+        buffer = self.ring.acquire()
+        self.counters.add(wait_seconds=time.perf_counter() - started)
         return buffer
 
     def deliver(self, chunk: Chunk, buffer: StagingBuffer) -> None:
         pieces = self._pieces(chunk.first, self._values(chunk, buffer))
-        buffer.guard(self._lanes.send(pieces))
-        self._counters.add(pieces=1)
+        buffer.guard(self.lanes.send(pieces))
+        self.counters.add(pieces=1)
 
     def finish(self) -> InFlightCopy:
-        return self._lanes.latest(self._destination, self._counters)
+        return self.lanes.latest(self.destination, self.counters)

@@ -6,7 +6,7 @@ import time
 
 from torch import Tensor
 
-from ..in_flight import FINISHED, InFlightCopy
+from ..in_flight import FINISHED, InFlightCopy, finish_stream
 from ..interface import HostToDeviceTransfer
 
 
@@ -28,9 +28,6 @@ class PageableTransfer(HostToDeviceTransfer):
         stream = accelerator.current_stream(destination.device.index)
         with accelerator.stream(stream):
             accelerator.enqueue_copy(destination, source)
-        if stream is not None:
-            stream.synchronize()
-        elif accelerator.capabilities.copies_asynchronously:
-            accelerator.synchronize(destination.device.index)
+        finish_stream(accelerator, stream, destination.device.index)
         self._counters.add(pieces=1, wait_seconds=time.perf_counter() - started)
         return FINISHED
