@@ -15,7 +15,7 @@ def _deepspeed(name: str) -> Accelerator:
 
 
 def _simulated() -> Accelerator:
-    from .simulated import SimulatedAccelerator
+    from .simulated.accelerator import SimulatedAccelerator
 
     return SimulatedAccelerator()
 

@@ -14,7 +14,7 @@ from .errors import (
     InvalidAcceleratorError,
     UnknownAcceleratorError,
 )
-from .plugins import Registry
+from .plugin_registry import Registry
 from .protocol import REQUIRED_MEMBERS, Accelerator
 
 Factory = Callable[[], Accelerator]

@@ -22,8 +22,8 @@ import deepspeed
 import torch
 from torch import Tensor, nn
 
-from accelerators.simulated import SimulatedAccelerator
-from transfer import zero3
+from accelerators.simulated.accelerator import SimulatedAccelerator
+from transfer.zero3 import engines as zero3
 
 CONTEXT = 64
 BATCH = 8

@@ -40,17 +40,17 @@ def test_the_arrows(path):
         if name.startswith("accelerators/"):
             assert root != "transfer", "accelerators know nothing of transfer"
         if root == "deepspeed":
-            assert name.startswith(("accelerators/", "transfer/zero3"))
+            assert name.startswith(("accelerators/", "transfer/zero3/", "transfer/cli/bench_zero3/"))
             # This one defines a subclass of DeepSpeed's, and is itself imported lazily.
-            assert not at_top or name == "accelerators/_simulated_deepspeed.py", "deepspeed is imported lazily"
+            assert not at_top or name == "accelerators/simulated/deepspeed.py", "deepspeed is imported lazily"
         if name.startswith("transfer/") and not name.startswith(("transfer/zero3", "transfer/cli/")):
             assert not module.startswith("transfer.cli"), "only users know the command"
             assert not module.startswith("transfer.zero3"), "only users know ZeRO-3"
-        if name.startswith("transfer/zero3"):
+        if name.startswith("transfer/zero3/"):
             assert "strategies" not in module
             assert module not in {"accelerators", "torch", "accelerators.registry", "accelerators.simulated"}
         if name.startswith("transfer/strategies/"):
-            assert not module.startswith(("transfer.policy", "transfer.routed", "transfer.config_file"))
+            assert not module.startswith(("transfer.policy", "transfer.routing", "transfer.config_file"))
 
 
 @pytest.mark.parametrize("path", [p for p in MODULES if p.parts[-2] != "accelerators"], ids=names)
@@ -64,7 +64,7 @@ def test_zero3_asks_only_the_interface():
     """It names no method of an accelerator, no stream, no event, no buffer."""
     used = {
         node.attr
-        for node in ast.walk(ast.parse((ROOT / "transfer/zero3.py").read_text()))
+        for node in ast.walk(ast.parse((ROOT / "transfer/zero3/engines.py").read_text()))
         if isinstance(node, ast.Attribute)
     }
     assert not used & {

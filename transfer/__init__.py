@@ -14,7 +14,6 @@ this package starts no device and does not import deepspeed.
 
 from __future__ import annotations
 
-from .chunks import plan_chunks
 from .config import Rule, TransferConfig, When
 from .config_file import load_config
 from .errors import (
@@ -46,11 +45,13 @@ from .errors import (
 )
 from .in_flight import EventCopy, InFlightCopy
 from .interface import HostToDeviceTransfer
-from .machine_profile import MachineProfile
+from .measured.profile import MachineProfile
+from .memory.chunks import plan_chunks
 from .nvme import SwappedTensor
 from .policy import Decision, TransferPolicy
 from .registry import get_strategy, register_strategy, strategy_names, unregister_strategy
-from .routed import build_transfer
+from .routing import build_transfer
+from .schema.model import StrategyConfig
 from .stats import StrategyStats
 from .strategies import (
     NvmeSwappedConfig,
@@ -61,7 +62,6 @@ from .strategies import (
     PinnedStagedConfig,
     PinnedStagedTransfer,
 )
-from .strategy_config import StrategyConfig
 
 __all__ = [
     "AcceleratorFailedError",

@@ -11,8 +11,10 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from torch import Tensor
 from typing_extensions import Self
 
-from .config_errors import UNDERSTOOD
-from .config_fields import (
+from .errors import StrategyRegistrationError
+from .nvme import SwappedTensor
+from .registry import get_strategy, strategy_names
+from .schema.fields import (
     AcceleratorName,
     Completion,
     DtypeName,
@@ -22,10 +24,8 @@ from .config_fields import (
     StrategyOrMeasured,
     refuse,
 )
-from .errors import StrategyRegistrationError
-from .nvme import SwappedTensor
-from .registry import get_strategy, strategy_names
-from .strategy_config import ConfigModel, StrategyConfig
+from .schema.model import ConfigModel, StrategyConfig
+from .schema.problems import UNDERSTOOD
 
 
 class When(ConfigModel):

@@ -9,9 +9,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from .config import TransferConfig
-from .config_errors import Location, dotted, problems_of, shown
 from .errors import ConfigError, ConfigProblem
-from .yaml_file import read_yaml
+from .schema.problems import Location, dotted, problems_of, shown
+from .schema.yaml_file import read_yaml
 
 #: The key of a YAML file under which everything stands.
 ROOT = "transfer"

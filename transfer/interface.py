@@ -24,9 +24,9 @@ from .accelerator_choice import AcceleratorChoice, accelerator_errors
 from .errors import ForkedProcessError, NotATensorError
 from .in_flight import FINISHED, InFlightCopy
 from .nvme.swapped_tensor import SwappedTensor
-from .ranges import named_range
+from .profiling import named_range
+from .schema.model import StrategyConfig, strategy_config
 from .stats import Counters, StrategyStats
-from .strategy_config import StrategyConfig, strategy_config
 from .validation import validate
 
 #: Whether the caller of ``_submit`` waits for the copy at once, and so has nothing else for the host to do.
@@ -161,7 +161,7 @@ class HostToDeviceTransfer(ABC):
         elif not self.reads_swapped:
             raise NotATensorError(
                 f"{type(self).__name__} copies tensors: {source} is read by `nvme_swapped`, by what build_transfer "
-                "returns, or by transfer.nvme.swap_in"
+                "returns, or by transfer.nvme.reading"
             )
         with self._draining(self.accelerator, destination), torch.no_grad():
             return self._run(destination.detach(), source)

@@ -11,14 +11,14 @@ from torch import Tensor
 from accelerators import Accelerator
 
 from .accelerator_choice import AcceleratorChoice
-from .config_fields import MEASURED
 from .config_file import ConfigLike, resolve_config
-from .cost_model import choose
 from .errors import MachineProfileWarning
 from .interface import HOST_WAITS
-from .machine_profile import MachineProfile
+from .measured.cost_model import choose
+from .measured.profile import MachineProfile
 from .nvme import SwappedTensor
 from .registry import get_strategy
+from .schema.fields import MEASURED
 from .strategies import PinnedDirectConfig
 from .warn import warn_caller
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any
 
-from accelerators.plugins import Registry
+from accelerators.plugin_registry import Registry
 
 from .errors import StrategyRegistrationError, UnknownStrategyError
 
@@ -30,7 +30,7 @@ def register_strategy(name: str, strategy: type[HostToDeviceTransfer]) -> None:
             class. Nothing is registered then.
     """
     from .config import TransferConfig
-    from .config_fields import MEASURED
+    from .schema.fields import MEASURED
 
     if name in TransferConfig.model_fields or name == MEASURED:
         raise StrategyRegistrationError(

@@ -9,13 +9,7 @@ from torch import Tensor
 
 from accelerators.overlap import overlaps_itself, share_elements
 
-from .errors import (
-    InferenceTensorError,
-    InvalidTensorError,
-    NotATensorError,
-    TransferError,
-    UnsupportedDtypeError,
-)
+from .errors import InferenceTensorError, InvalidTensorError, NotATensorError, TransferError, UnsupportedDtypeError
 from .nvme.swapped_tensor import SwappedTensor
 from .tensor_memory import describe, storage_problem
 

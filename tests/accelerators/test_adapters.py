@@ -11,7 +11,7 @@ from accelerators.cuda import CudaAccelerator
 from accelerators.deepspeed_adapter import DeepSpeedAdapter, adapt
 from accelerators.mps import MpsAccelerator
 from accelerators.registry import check_accelerator
-from accelerators.simulated import SimulatedAccelerator
+from accelerators.simulated.accelerator import SimulatedAccelerator
 from transfer import build_transfer
 
 

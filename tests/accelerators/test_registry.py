@@ -19,7 +19,7 @@ from accelerators import (
     set_accelerator,
     unregister_accelerator,
 )
-from accelerators.simulated import SimulatedAccelerator
+from accelerators.simulated.accelerator import SimulatedAccelerator
 from tests.running import ROOT, run_program, run_python
 
 

@@ -11,10 +11,11 @@ from accelerators import get_accelerator
 from tests.cli import strategies
 from tests.running import run_python
 from transfer import register_strategy, unregister_strategy
-from transfer.cli import bench, bits
-from transfer.cli.baselines import DeepSpeedCopy
-from transfer.cli.copy_figures import with_figures
-from transfer.cli.quantities import count, dtype_name, shown
+from transfer.cli.bench_copy import command as bench
+from transfer.cli.bench_copy.figures import with_figures
+from transfer.cli.measuring import bits
+from transfer.cli.measuring.baselines import DeepSpeedCopy
+from transfer.cli.measuring.quantities import count, dtype_name, shown
 
 SMALL = ("--accelerator", "simulated", "--elements", "5000", "--rounds", "2")
 BASELINES = ["wire", "deepspeed", "ring 2 x 2^26", "pinned master", "pinned twin"]

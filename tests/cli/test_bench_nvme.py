@@ -12,9 +12,20 @@ from accelerators import deepspeed_aio, get_accelerator
 from tests.cli import strategies
 from tests.running import run_python
 from transfer import NvmeSwappedConfig, StrategyUnavailableError, register_strategy, unregister_strategy
-from transfer.cli import bench, copy_report, copy_schemes, nvme_baselines
-from transfer.cli.baselines import RING
-from transfer.cli.copy_figures import with_figures
+from transfer.cli.bench_copy import (
+    command as bench,
+)
+from transfer.cli.bench_copy import (
+    file_baselines as nvme_baselines,
+)
+from transfer.cli.bench_copy import (
+    report as copy_report,
+)
+from transfer.cli.bench_copy import (
+    variants as copy_schemes,
+)
+from transfer.cli.bench_copy.figures import with_figures
+from transfer.cli.measuring.baselines import RING
 from transfer.nvme import open_file, swap_out
 from transfer.nvme.mounts import file_system, is_local
 

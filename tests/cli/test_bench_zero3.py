@@ -5,9 +5,10 @@ import json
 import pytest
 
 from tests.running import run_program, run_python
-from transfer.cli import bench, bench_zero3
-from transfer.cli.transformer import Shape, Transformer
-from transfer.cli.zero3_figures import with_figures
+from transfer.cli.bench_copy import command as bench
+from transfer.cli.bench_zero3 import command as bench_zero3
+from transfer.cli.bench_zero3.figures import with_figures
+from transfer.cli.bench_zero3.transformer import Shape, Transformer
 
 TINY = {"layers": 1, "hidden": 64, "sub_groups": 3, "batch": 1, "sequence": 8, "optimizer": "adamw", "steps": 2}
 
@@ -214,7 +215,7 @@ def test_a_failing_rank_is_an_error_and_no_json():
     )
     assert done.returncode == 1
     assert done.stdout == ""
-    assert "h2d bench: transfer.zero3_bench:measure failed on 1 ranks" in done.stderr
+    assert "h2d bench: transfer.cli.bench_zero3.worker:measure failed on 1 ranks" in done.stderr
 
 
 def test_a_limit_ends_the_measurement_with_what_fits(tmp_path):

@@ -9,8 +9,10 @@ import torch
 
 from accelerators import deepspeed_aio
 from tests.running import run_program, run_python
-from transfer import StrategyUnavailableError, zero3_bench_nvme
-from transfer.cli import bench, zero3_report
+from transfer import StrategyUnavailableError
+from transfer.cli.bench_copy import command as bench
+from transfer.cli.bench_zero3 import on_nvme as zero3_bench_nvme
+from transfer.cli.bench_zero3 import report as zero3_report
 from transfer.nvme.mounts import file_system
 
 #: Each sub-group has the 262,144 elements from which DeepSpeed swaps.

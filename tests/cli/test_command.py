@@ -16,7 +16,7 @@ def test_an_interrupt_is_one_line_and_its_own_exit_status(monkeypatch, capsys):
     def interrupted(arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("transfer.cli.tune.main", interrupted)
+    monkeypatch.setattr("transfer.cli.tune.command.main", interrupted)
     assert cli.main(["tune", "--quick"]) == 130
     assert capsys.readouterr().err == "h2d tune: interrupted\n"
 
@@ -31,7 +31,7 @@ def test_an_interrupted_command_ends_its_ranks(tmp_path):
         "    time.sleep(100)\n"
     )
     program = (
-        "import transfer.cli.ranks as ranks\n"
+        "import transfer.cli.measuring.ranks as ranks\n"
         f"ranks.launch('sleeper:run', {{'pids': {str(tmp_path / 'pids')!r}, 'accelerator': 'cpu'}}, 2, threads=1)\n"
     )
     pids = tmp_path / "pids"

@@ -7,14 +7,17 @@ import pytest
 import torch
 
 from accelerators import get_accelerator
-from accelerators.simulated import SimulatedAccelerator
+from accelerators.simulated.accelerator import SimulatedAccelerator
 from accelerators.testing import failing
 from tests.running import run_python
 from transfer import load_config
-from transfer.cli import tune, tune_measure, tune_report, tune_worker
-from transfer.cli.ranks import Ranks
-from transfer.machine_profile import MachineProfile
-from transfer.profile_file import default_path
+from transfer.cli.measuring.ranks import Ranks
+from transfer.cli.tune import command as tune
+from transfer.cli.tune import measure as tune_measure
+from transfer.cli.tune import report as tune_report
+from transfer.cli.tune import worker as tune_worker
+from transfer.measured.profile import MachineProfile
+from transfer.measured.profile_file import default_path
 
 TINY = ["--accelerator", "simulated", "--largest-chunk", "2048", "--quick"]
 CHUNKS = [8, 32, 128, 256, 512, 1024, 2048]

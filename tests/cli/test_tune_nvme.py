@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from transfer import SwapError, load_config
-from transfer.cli import tune, tune_drive, tune_report
-from transfer.cli.ranks import Ranks
-from transfer.cli.tune_drive import BLOCKS, THREADS, Bounds, best, measure_drive
-from transfer.machine_profile import Drive, MachineProfile
+from transfer.cli.measuring.ranks import Ranks
+from transfer.cli.tune import command as tune
+from transfer.cli.tune import drive as tune_drive
+from transfer.cli.tune import report as tune_report
+from transfer.cli.tune.drive import BLOCKS, THREADS, Bounds, best, measure_drive
+from transfer.measured.profile import Drive, MachineProfile
 from transfer.nvme.mounts import file_system
 
 TINY = ["--accelerator", "simulated", "--largest-chunk", "2048", "--quick"]
@@ -54,7 +56,9 @@ def test_every_combination_is_measured_and_kept(tmp_path, capsys):
 
 
 def test_nothing_of_drives_without_being_asked(capsys, monkeypatch):
-    monkeypatch.setattr("transfer.cli.tune_worker.measure_drive", lambda *_given: pytest.fail("measured a drive"))
+    monkeypatch.setattr(
+        "transfer.cli.tune.command.worker.measure_drive", lambda *_given: pytest.fail("measured a drive")
+    )
     assert tune.main([*TINY, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["profile"]["drive"] is None
     assert "nvme_swapped" not in tune_report.config_yaml(MachineProfile.load())

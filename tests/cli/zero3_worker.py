@@ -1,8 +1,9 @@
 """The worker of ``h2d bench zero3`` with strategies of the tests registered, and its rewriting watched."""
 
 from tests.cli import strategies
-from transfer import register_strategy, zero3_bench
-from transfer.cli import bits
+from transfer import register_strategy
+from transfer.cli.bench_zero3 import worker as zero3_bench
+from transfer.cli.measuring import bits
 
 for name, strategy in {
     "copies_nothing": strategies.CopiesNothing,

@@ -8,7 +8,7 @@ import torch
 
 import accelerators
 from accelerators import get_accelerator
-from accelerators.simulated import SimulatedAccelerator
+from accelerators.simulated.accelerator import SimulatedAccelerator
 from transfer import (
     Decision,
     HostToDeviceTransfer,

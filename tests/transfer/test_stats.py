@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from accelerators.simulated import SimulatedAccelerator
+from accelerators.simulated.accelerator import SimulatedAccelerator
 from accelerators.testing import failing
 from transfer import (
     HostToDeviceTransfer,
@@ -18,7 +18,7 @@ from transfer import (
     register_strategy,
     unregister_strategy,
 )
-from transfer.ranges import named_range
+from transfer.profiling import named_range
 
 BF16 = torch.bfloat16
 

@@ -3,10 +3,8 @@
 import pytest
 
 from tests.zero3.stand_ins import COPY_BACK, SECTION, Engine, Stage3, SuperOffload, engine_of
-from transfer import (
-    zero3,
-    zero3_hooks,
-)
+from transfer.zero3 import engines as zero3
+from transfer.zero3 import patching as zero3_hooks
 
 
 @pytest.fixture(autouse=True)

@@ -7,10 +7,7 @@ import types
 
 import torch
 
-from transfer import (
-    HostToDeviceTransfer,
-    PageableTransfer,
-)
+from transfer import HostToDeviceTransfer, PageableTransfer
 
 COPY_BACK = "_reassign_or_swap_out_partitioned_parameters"
 

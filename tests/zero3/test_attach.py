@@ -7,14 +7,10 @@ import weakref
 import pytest
 import torch
 
-from accelerators.simulated import SimulatedAccelerator
+from accelerators.simulated.accelerator import SimulatedAccelerator
 from tests.zero3.stand_ins import COPY_BACK, Spy, Stage3, SuperOffload, copy_backs, engine_of
-from transfer import (
-    AttachError,
-    TransferError,
-    build_transfer,
-    zero3,
-)
+from transfer import AttachError, TransferError, build_transfer
+from transfer.zero3 import engines as zero3
 
 
 def test_copy_backs_of_an_attached_engine_go_through_the_interface(simulated):

@@ -5,9 +5,11 @@ import gc
 import pytest
 import torch
 
-from accelerators.simulated import SimulatedAccelerator
+from accelerators.simulated.accelerator import SimulatedAccelerator
 from tests.zero3.stand_ins import Spy, Stage3, SteppingStage3, engine_of
-from transfer import InvalidTensorError, TransferConfig, build_transfer, zero3, zero3_hooks
+from transfer import InvalidTensorError, TransferConfig, build_transfer
+from transfer.zero3 import engines as zero3
+from transfer.zero3 import patching as zero3_hooks
 
 DIRECT = {"strategy": "pinned_direct", "pinned_direct": {"mapped": False, "chunk_elements": 3}, "fallback": False}
 STAGED = {"strategy": "pinned_staged", "pinned_staged": {"chunk_elements": 3}}

@@ -6,11 +6,9 @@ import json
 import pytest
 
 from tests.zero3.stand_ins import COPY_BACK, SECTION, Engine, Spy, Stage3, chunk, copy_backs
-from transfer import (
-    ConfigError,
-    zero3,
-    zero3_hooks,
-)
+from transfer import ConfigError
+from transfer.zero3 import engines as zero3
+from transfer.zero3 import patching as zero3_hooks
 
 
 @pytest.mark.usefixtures("stand_ins", "engine")

@@ -6,7 +6,8 @@ from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedP
 
 from tests.zero3.stand_ins import Spy, Stage3
 from tests.zero3.test_deferred import DIRECT, STAGED
-from transfer import build_transfer, zero3
+from transfer import build_transfer
+from transfer.zero3 import engines as zero3
 
 
 class ParamSwapper:
@@ -114,7 +115,7 @@ def test_deepspeeds_own_code_runs_where_nothing_crosses(simulated):
 
 def test_an_engine_that_is_being_made_is_not_attached_by_its_first_swap_out(simulated, stand_ins, monkeypatch):
     """DeepSpeed's constructor calls this method, before anybody has had a chance to say how to attach."""
-    from transfer import zero3_hooks
+    from transfer.zero3 import patching as zero3_hooks
 
     monkeypatch.setattr(zero3_hooks, "zero3_classes", lambda: [Stage3, ParamSwappingStage3])
     zero3.install(STAGED)

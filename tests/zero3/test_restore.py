@@ -8,15 +8,9 @@ import torch
 
 from tests.zero3.swapping import SwappingStage3
 from tests.zero3.test_deferred import DIRECT, STAGED, after
-from transfer import (
-    NotATensorError,
-    PinnedStagedTransfer,
-    StrategyUnavailableError,
-    SwapCorruptedError,
-    build_transfer,
-    zero3,
-)
-from transfer.zero3_restore import _path
+from transfer import NotATensorError, PinnedStagedTransfer, StrategyUnavailableError, SwapCorruptedError, build_transfer
+from transfer.zero3 import engines as zero3
+from transfer.zero3.checkpoint import _path
 
 SWAPPED, IN_MEMORY = (0, 2), 1
 

@@ -9,9 +9,10 @@ from accelerators.testing import failing
 from tests.zero3.stand_ins import Spy
 from tests.zero3.swapping import SwappingStage3
 from tests.zero3.test_deferred import BEFORE, DIRECT, STAGED, after
-from transfer import FallbackWarning, StrategyUnavailableError, build_transfer, zero3
-from transfer.zero3_attachment import Attachment
-from transfer.zero3_step import _is_exposed
+from transfer import FallbackWarning, StrategyUnavailableError, build_transfer
+from transfer.zero3 import engines as zero3
+from transfer.zero3.attachment import Attachment
+from transfer.zero3.step import _is_exposed
 
 #: Four buffers of twelve fp32 elements.
 BUFFERS_BYTES = 4 * 12 * 4

@@ -10,8 +10,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tests.zero3.test_training import DIRECT, STAGED, same, train
-from transfer import zero3_tiles
-from transfer.zero3_tiles import can_tile, plan_tiles, updating_in_tiles
+from transfer.zero3 import tiles as zero3_tiles
+from transfer.zero3.tiles import can_tile, plan_tiles, updating_in_tiles
 
 
 @pytest.fixture(scope="session")

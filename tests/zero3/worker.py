@@ -18,8 +18,11 @@ import deepspeed
 import torch
 
 import accelerators
-from accelerators.simulated import SimulatedAccelerator
-from transfer import InFlightCopy, PinnedStagedTransfer, build_transfer, zero3, zero3_hooks, zero3_tiles
+from accelerators.simulated.accelerator import SimulatedAccelerator
+from transfer import InFlightCopy, PinnedStagedTransfer, build_transfer
+from transfer.zero3 import engines as zero3
+from transfer.zero3 import patching as zero3_hooks
+from transfer.zero3 import tiles as zero3_tiles
 
 STEPS = 3
 #: Masters here are small: let the update of the last one be cut all the same.

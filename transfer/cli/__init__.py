@@ -10,9 +10,12 @@ from collections.abc import Sequence
 
 #: Sub-command -> where its ``main(arguments) -> exit status`` is, and what it does.
 COMMANDS = {
-    "bench": ("transfer.cli.bench", "measure strategies and baselines; `h2d bench zero3` measures whole steps"),
+    "bench": (
+        "transfer.cli.bench_copy.command",
+        "measure strategies and baselines; `h2d bench zero3` measures whole steps",
+    ),
     "run": ("transfer.cli.run", "run a training script with every ZeRO-3 engine attached, without a change to it"),
-    "tune": ("transfer.cli.tune", "measure this machine and write the profile that `strategy: measured` uses"),
+    "tune": ("transfer.cli.tune.command", "measure this machine and write the profile that `strategy: measured` uses"),
 }
 
 
@@ -40,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"host-to-device-transfer {importlib.metadata.version('host-to-device-transfer')}")
         return 0
     if given and given[0] not in ("-h", "--help"):
-        from accelerators.plugins import nearest
+        from accelerators.plugin_registry import nearest
 
         hint = nearest(given[0], list(COMMANDS))
         print(f"h2d: unknown command {given[0]!r}" + (f"; did you mean {hint!r}?" if hint else ""), file=sys.stderr)

@@ -15,8 +15,8 @@ to a device is ``transfer/strategies/nvme_swapped.py``.
 
 from __future__ import annotations
 
-from .swap_in import swap_in
-from .swap_out import swap_out
+from .reading import swap_in
 from .swapped_tensor import SwappedTensor
+from .writing import swap_out
 
 __all__ = ["SwappedTensor", "swap_in", "swap_out"]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import SwapCorruptedError, SwapError, swap_error
-from .swap_file import Header, corrupted, read_header
+from .file_format import Header, corrupted, read_header
 
 if TYPE_CHECKING:
     from .swapped_tensor import SwappedTensor

@@ -11,12 +11,12 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import SwapError
+from .aligned_memory import ALIGNMENT_BYTES, round_down, round_up
 from .checksums import Checksums
-from .memory import ALIGNMENT_BYTES, round_down, round_up
+from .file_format import corrupted
 from .open_file import OpenFile, open_swapped
 from .readers import Reader
 from .readers.posix import PosixReader
-from .swap_file import corrupted
 from .threads import start_on
 
 if TYPE_CHECKING:

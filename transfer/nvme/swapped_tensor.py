@@ -16,10 +16,10 @@ from typing_extensions import Self
 
 from ..errors import SwapCorruptedError, UnsupportedDtypeError
 from .checksums import Checksums
+from .file_format import is_swap_file, read_header
 from .open_file import check_size, opened
 from .paths import absolute
 from .swap_directory import OwnedFile
-from .swap_file import is_swap_file, read_header
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class SwappedTensor:
             if is_swap_file(descriptor) and offset_bytes < read_header(descriptor, swapped.path).offset_bytes:
                 raise SwapCorruptedError(
                     errno.EBADMSG,
-                    "the file begins with a header of `transfer.nvme.swap_out`, not with values: use the handle that "
+                    "the file begins with a header of `transfer.nvme.writing`, not with values: use the handle that "
                     "swap_out returned, or its offset_bytes",
                     str(swapped.path),
                 )

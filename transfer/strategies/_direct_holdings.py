@@ -10,10 +10,10 @@ from torch import Tensor
 from accelerators import Accelerator
 from accelerators.protocol import MapsHostMemory
 
-from .. import page_locks
-from ..chunks import cut_at
-from ..page_locks import PageLock
-from ..scratch_lanes import ScratchLanes
+from ..memory import page_locks
+from ..memory.chunks import cut_at
+from ..memory.page_locks import PageLock
+from ..memory.scratch_ring import ScratchLanes
 
 
 def mapped_views(

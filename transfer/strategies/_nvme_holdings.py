@@ -10,8 +10,8 @@ import torch
 
 from accelerators import Accelerator
 
-from ..scratch_lanes import ScratchLanes
-from ..staging_ring import StagingRing
+from ..memory.scratch_ring import ScratchLanes
+from ..memory.staging_ring import StagingRing
 from ._nvme_routes import HostMemory
 
 

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from accelerators import Accelerator
 
-from ..chunks import plan_chunks, views_of_range
 from ..in_flight import FINISHED, EventCopy, InFlightCopy, finish_stream
-from ..nvme.memory import ALIGNMENT_BYTES, aligned_empty
+from ..memory.chunks import plan_chunks, views_of_range
+from ..memory.scratch_ring import ScratchLanes
+from ..memory.staging_ring import StagingBuffer, StagingRing
+from ..nvme.aligned_memory import ALIGNMENT_BYTES, aligned_empty
 from ..nvme.read_ahead import Chunk
-from ..scratch_lanes import ScratchLanes
-from ..staging_ring import StagingBuffer, StagingRing
 from ..stats import Counters
 
 

@@ -13,22 +13,22 @@ from torch import Tensor
 
 from accelerators import Accelerator
 
-from ..config_fields import BlockBytes, BufferCount, Cast, Directory, Elements, Flag, ReaderName, ThreadCount
 from ..errors import ConfigError, FallbackWarning
-from ..exclusive import REFUSALS, ExclusiveTransfer
 from ..in_flight import InFlightCopy
+from ..memory.scratch_ring import ScratchLanes
+from ..memory.staging_ring import StagingBuffer
+from ..nvme.aligned_memory import ALIGNMENT_BYTES, buffer_of, round_up
 from ..nvme.checksums import BLOCK_BYTES
-from ..nvme.memory import ALIGNMENT_BYTES, buffer_of, round_up
 from ..nvme.read_ahead import Chunk, reading
 from ..nvme.readers import Reader, make_reader
-from ..nvme.swap_out import swap_out
 from ..nvme.swapped_tensor import SwappedTensor
-from ..scratch_lanes import ScratchLanes
-from ..staging_ring import StagingBuffer
-from ..strategy_config import StrategyConfig
+from ..nvme.writing import swap_out
+from ..schema.fields import BlockBytes, BufferCount, Cast, Directory, Elements, Flag, ReaderName, ThreadCount
+from ..schema.model import StrategyConfig
 from ..warn import warn_caller
 from ._nvme_holdings import NvmeHoldings
 from ._nvme_routes import DeviceCastRoute, HostCastRoute, HostMemory, PlainRoute, Route
+from .buffered import REFUSALS, ExclusiveTransfer
 from .pinned_staged import PinnedStagedTransfer
 
 #: One casts on the device while the other fills.

@@ -12,16 +12,16 @@ from torch import Tensor
 
 from accelerators import Accelerator
 
-from .. import page_locks
-from ..chunks import cut_at, paired_chunks
-from ..config_fields import BufferCount, Elements, Flag, SizeBytes
-from ..exclusive import REFUSALS, ExclusiveTransfer
-from ..host_memory import available_bytes, local_ranks
 from ..in_flight import InFlightCopy
 from ..interface import HOST_WAITS
-from ..scratch_lanes import ScratchLanes
-from ..strategy_config import StrategyConfig
+from ..memory import page_locks
+from ..memory.chunks import cut_at, paired_chunks
+from ..memory.host_budget import available_bytes, local_ranks
+from ..memory.scratch_ring import ScratchLanes
+from ..schema.fields import BufferCount, Elements, Flag, SizeBytes
+from ..schema.model import StrategyConfig
 from ._direct_holdings import DirectHoldings, mapped_views
+from .buffered import REFUSALS, ExclusiveTransfer
 from .pinned_staged import PinnedStagedTransfer
 
 #: Refusals of different storages after which no other is tried.

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from accelerators import Accelerator
 
-from ..chunks import paired_chunks
-from ..config_fields import BufferCount, Elements
 from ..errors import PinnedMemoryWarning
-from ..exclusive import REFUSALS, ExclusiveTransfer
 from ..in_flight import EventCopy, InFlightCopy
-from ..staging_ring import StagingRing
-from ..strategy_config import StrategyConfig
+from ..memory.chunks import paired_chunks
+from ..memory.staging_ring import StagingRing
+from ..schema.fields import BufferCount, Elements
+from ..schema.model import StrategyConfig
 from ..warn import warn_caller
+from .buffered import REFUSALS, ExclusiveTransfer
 from .pageable import PageableTransfer
 
 

@@ -6,7 +6,7 @@ import errno
 import os
 
 from ...errors import SwapCorruptedError, swap_error
-from ..memory import ALIGNMENT_BYTES
+from ..aligned_memory import ALIGNMENT_BYTES
 from ..open_file import NOT_DIRECT, OpenFile
 from .reader import Reader
 

@@ -1,0 +1,68 @@
+"""Which addresses are special: the bookkeeping of pinned, registered and device memory."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+
+from torch import Tensor
+
+from ..overlap import span_bytes
+
+
+class MemoryRanges:
+    """A set of address ranges, each with a size in bytes. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._sizes: dict[int, int] = {}
+        self._lock = threading.RLock()
+
+    @property
+    def total_bytes(self) -> int:
+        with self._lock:
+            return sum(self._sizes.values())
+
+    def add(self, address: int, num_bytes: int) -> None:
+        with self._lock:
+            self._sizes[address] = num_bytes
+
+    def remove(self, address: int) -> bool:
+        """Whether a range began at exactly this address; it is gone now."""
+        with self._lock:
+            return self._sizes.pop(address, None) is not None
+
+    def size_at(self, address: int) -> int | None:
+        """The size of the range that begins at exactly this address, or None."""
+        return self._sizes.get(address)
+
+    def overlaps(self, address: int, num_bytes: int) -> bool:
+        """Whether any range shares a byte with the given one."""
+        with self._lock:
+            return any(begin < address + num_bytes and address < begin + size for begin, size in self._sizes.items())
+
+    def contain(self, tensor: Tensor) -> bool:
+        """Whether every element of ``tensor`` lies in one of the ranges; False without elements."""
+        if tensor.numel() == 0:
+            return False
+        begin = tensor.data_ptr()
+        end = begin + span_bytes(tensor)
+        with self._lock:
+            return any(start <= begin and end <= start + size for start, size in self._sizes.items())
+
+
+class Storages:
+    """A set of storages, each for as long as it lives, wherever it moves when it is resized."""
+
+    def __init__(self) -> None:
+        self._alive: set[int] = set()
+
+    def add(self, tensor: Tensor) -> None:
+        """Adds the storage under ``tensor``; every view of it belongs to the set then."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._alive:
+            self._alive.add(storage._cdata)
+            weakref.finalize(storage, self._alive.discard, storage._cdata).atexit = False
+
+    def contain(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` has elements in one of the storages."""
+        return tensor.numel() > 0 and tensor.untyped_storage()._cdata in self._alive

@@ -1,0 +1,103 @@
+"""The engine that ``h2d bench zero3`` measures: a transformer under ZeRO-3, its optimizer on the host."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from ...errors import AcceleratorFailedError
+from ...zero3.swap_buffers import is_swapped
+from .on_nvme import check_lock_limit, check_swapped, offload_section, sources
+from .transformer import Shape, Transformer
+
+
+def start_deepspeed(accelerator: Any) -> None:
+    """Lets DeepSpeed use ``accelerator``, this rank's device of it, and a process group of its kind.
+
+    Args:
+        accelerator: DeepSpeed's own choice, or one that can stand in for it, as the simulated one can.
+
+    Raises:
+        AcceleratorFailedError: DeepSpeed has chosen another one.
+    """
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator, set_accelerator
+
+    # DeepSpeed reports at length, and calls collectives that newer versions of torch warn of.
+    deepspeed.utils.logger.setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    if hasattr(accelerator, "as_deepspeed"):
+        set_accelerator(accelerator.as_deepspeed())
+    elif get_accelerator()._name != accelerator.name:
+        raise AcceleratorFailedError(
+            f"DeepSpeed uses {get_accelerator()._name} in this process, not {accelerator.name}: set "
+            f"DS_ACCELERATOR={accelerator.name} in the environment"
+        )
+    get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
+    deepspeed.init_distributed()
+
+
+def make_engine(options: Mapping[str, Any], accelerator: Any) -> Any:
+    """A ZeRO-3 engine with bf16 partitions on the device and fp32 masters on the host, or on NVMe.
+
+    Args:
+        options: ``layers``, ``hidden``, ``sub_groups``, ``optimizer``, ``batch``, ``nvme`` and ``nvme_pipeline``, as
+            on the command line.
+        accelerator: Where ``start_deepspeed`` let DeepSpeed run.
+
+    Raises:
+        StrategyUnavailableError: State on NVMe is asked for, and cannot be there.
+    """
+    import deepspeed
+
+    offload = offload_section(options)
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": options["batch"],
+        "bf16": {"enabled": True},
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {"stage": 3, "offload_optimizer": offload},
+        "steps_per_print": 10**9,
+    }
+    # Partitioned while it is built: no rank ever holds the whole model.
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        model = Transformer(Shape(options["layers"], options["hidden"]))
+    parameters: list[Any] = list(model.parameters())
+    share = sum(parameter.ds_tensor.numel() for parameter in parameters)
+    # DeepSpeed closes a sub-group when it has reached this size, so at most as many as wanted come out.
+    size = config["zero_optimization"]["sub_group_size"] = -(-share // options["sub_groups"])
+    check_lock_limit(offload, size + max(parameter.ds_tensor.numel() for parameter in parameters))
+    optimizer = _optimizer(options["optimizer"], model)
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+    if options["nvme"] is not None:
+        check_swapped(engine.optimizer)
+    if hasattr(accelerator, "adopt"):  # simulated: DeepSpeed took host memory for the device's
+        for partition in engine.optimizer.fp16_partitioned_groups_flat:
+            accelerator.adopt(partition)
+    return engine
+
+
+def _optimizer(name: str, model: Transformer) -> Any:
+    """An optimizer that runs on the host; small steps, so that random tokens do no harm."""
+    if name == "adamw":
+        from torch.optim import AdamW
+
+        return AdamW(model.parameters(), lr=1e-5)
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    return DeepSpeedCPUAdam(model.parameters(), lr=1e-5)
+
+
+def describe_engine(engine: Any) -> dict[str, Any]:
+    """What the measured engine is like, on this rank."""
+    optimizer = engine.optimizer
+    elements = [partition.numel() for partition in optimizer.fp16_partitioned_groups_flat]
+    return {
+        "parameters": sum(parameter.ds_numel for parameter in engine.module.parameters()),
+        "sub_group_elements": elements,
+        "swapped_sub_groups": sum(is_swapped(optimizer, sub_group_id) for sub_group_id in range(len(elements))),
+        "master_bytes": 4 * sum(elements),
+        "source_bytes": sum(memory.nbytes for memory in sources(optimizer)),
+    }

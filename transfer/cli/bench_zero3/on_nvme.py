@@ -1,0 +1,115 @@
+"""``h2d bench zero3 --nvme``: the optimizer's state in files, and where its master partitions are then.
+
+DeepSpeed reads the state of a sub-group into its swap buffers, updates it there, copies the master back and
+writes the state to its files again. Between steps the files are all there is of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from accelerators.deepspeed_aio import may_lock_bytes
+
+from ...errors import StrategyUnavailableError
+from ...nvme import SwappedTensor, swap_in
+from ...registry import get_strategy
+from ...zero3.swap_buffers import buffer_manager, is_swapped
+
+#: Three states and a gradient, and one more; three times four where one sub-group is updated while the one before is
+#: still written and the one after read already.
+_BUFFERS, _PIPELINED_BUFFERS = 5, 12
+
+
+def offload_section(options: Mapping[str, Any]) -> dict[str, Any]:
+    """``offload_optimizer`` of the DeepSpeed config.
+
+    Args:
+        options: ``nvme``, a directory or None, and ``nvme_pipeline``.
+    """
+    if options["nvme"] is None:
+        return {"device": "cpu", "pin_memory": True}
+    pipelined = options["nvme_pipeline"]
+    return {
+        "device": "nvme",
+        "nvme_path": options["nvme"],
+        "buffer_count": _PIPELINED_BUFFERS if pipelined else _BUFFERS,
+        "pipeline_read": pipelined,
+        "pipeline_write": pipelined,
+        "pin_memory": True,
+    }
+
+
+def check_lock_limit(offload: Mapping[str, Any], elements: int) -> None:
+    """Refuses swap buffers that the process may not lock: DeepSpeed's op would abort it.
+
+    Args:
+        offload: As ``offload_section`` makes it.
+        elements: The most that a sub-group has.
+
+    Raises:
+        StrategyUnavailableError: As said.
+    """
+    num_bytes = offload.get("buffer_count", 0) * elements * 4
+    if not may_lock_bytes(num_bytes):
+        raise StrategyUnavailableError(
+            f"DeepSpeed's swap buffers need {num_bytes} bytes of locked memory, which this process may not lock: "
+            "raise the limit (`ulimit -l`), or give more --sub-groups"
+        )
+
+
+def check_swapped(optimizer: Any) -> None:
+    """Refuses an engine whose state has stayed in memory.
+
+    Raises:
+        StrategyUnavailableError: No sub-group is large enough to be swapped.
+    """
+    if not any(is_swapped(optimizer, sub_group_id) for sub_group_id in _sub_groups(optimizer)):
+        raise StrategyUnavailableError(
+            "no sub-group has its state on NVMe: DeepSpeed keeps those of fewer than 262,144 elements a rank in "
+            "memory; give fewer --sub-groups or more --parameters"
+        )
+
+
+def masters(optimizer: Any) -> Iterator[Any]:
+    """The master partition of each sub-group, as it is now, between steps: read from its file where it is in one."""
+    for sub_group_id in _sub_groups(optimizer):
+        master = optimizer.fp32_partitioned_groups_flat[sub_group_id]
+        if is_swapped(optimizer, sub_group_id):
+            info = optimizer.optimizer_swapper.swap_params_info[master.ds_id]
+            yield swap_in(SwappedTensor.from_file(info.get_swap_paths()[0], master.dtype, info.numel()))
+        else:
+            yield master.data
+
+
+def sources(optimizer: Any) -> list[Any]:
+    """The memory that copy-backs leave from: masters, or DeepSpeed's swap buffers."""
+    swapped = [is_swapped(optimizer, sub_group_id) for sub_group_id in _sub_groups(optimizer)]
+    in_memory = [
+        master.data for master, away in zip(optimizer.fp32_partitioned_groups_flat, swapped, strict=True) if not away
+    ]
+    return in_memory + (_buffers(optimizer) if any(swapped) else [])
+
+
+def as_in_a_step(optimizer: Any, sub_group_id: int, master: Any) -> Any:
+    """A master where a step would have it when it is copied back; between steps nobody uses the swap buffers."""
+    if not is_swapped(optimizer, sub_group_id):
+        return master
+    return _buffers(optimizer)[0].narrow(0, 0, master.numel()).copy_(master)
+
+
+def not_for_steps(options: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Strategies that are no copy-back, with the reason."""
+    reason = (
+        "it takes values from files, and ZeRO-3 copies back from memory: a master on NVMe is read, updated and written "
+        "in DeepSpeed's own swap buffers"
+    )
+    return [{"scheme": name, "reason": reason} for name in options["strategies"] if get_strategy(name).reads_swapped]
+
+
+def _sub_groups(optimizer: Any) -> range:
+    return range(len(optimizer.fp32_partitioned_groups_flat))
+
+
+def _buffers(optimizer: Any) -> list[Any]:
+    return list(buffer_manager(optimizer).all_buffers)

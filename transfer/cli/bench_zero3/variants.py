@@ -1,0 +1,110 @@
+"""What ``h2d bench zero3`` compares: DeepSpeed's copy-back, ours in every form, and none at all."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...config import TransferConfig
+from ...config_file import resolve_config
+from ...interface import HostToDeviceTransfer
+from ...registry import get_strategy
+from ...routing import build_transfer
+from ...zero3 import engines as zero3
+from ...zero3.step import COPY_BACK
+from ...zero3.swap_buffers import is_swapped
+from ..measuring.baselines import DEEPSPEED, RING
+from .figures import FLOOR
+from .on_nvme import masters
+
+
+@dataclass
+class Scheme:
+    """One copy-back, and what was measured of it on this rank.
+
+    Attributes:
+        name: In the table.
+        config: Of the transfer; None for DeepSpeed and the floor, which have none.
+        transfer: Kept for the whole measurement, so that its buffers stay.
+        page_locked_bytes: What attaching it page-locks in place, of this rank's masters.
+        selected: The strategy that the policy picks for the first sub-group.
+        attach_seconds: Of the first attach, which includes page-locking.
+    """
+
+    name: str
+    config: TransferConfig | None = None
+    transfer: HostToDeviceTransfer | None = None
+    page_locked_bytes: int = 0
+    selected: str | None = None
+    attach_seconds: float | None = None
+    step_seconds: list[float] = field(default_factory=list)
+    iteration_seconds: list[float] = field(default_factory=list)
+    memory_rises: list[int] = field(default_factory=list)
+    right_bits: bool = True
+
+    @property
+    def page_locks(self) -> bool:
+        return self.page_locked_bytes > 0
+
+    @property
+    def copies(self) -> bool:
+        """False for the floor: the low-precision partitions are out of date after its step."""
+        return self.name != FLOOR
+
+    def close(self) -> None:
+        """Gives back what the transfer has pinned; a later step pins anew."""
+        if self.transfer is not None:
+            self.transfer.close()
+
+    @contextlib.contextmanager
+    def attached(self, engine: Any) -> Iterator[None]:
+        """The block in which the engine's steps copy back this way."""
+        if self.transfer is not None:
+            zero3.attach(engine, self.transfer)
+            try:
+                yield
+            finally:
+                zero3.detach(engine)
+        elif self.copies:
+            yield
+        else:
+            optimizer = engine.optimizer
+            setattr(optimizer, COPY_BACK, optimizer._unflatten_partitioned_parameters)
+            try:
+                yield
+            finally:
+                delattr(optimizer, COPY_BACK)  # the class's own is found again
+
+
+def make_schemes(options: Mapping[str, Any], accelerator: Any) -> list[Scheme]:
+    """Every scheme to measure; calls no accelerator yet."""
+    given = resolve_config(options["config"])
+    # Without a fallback: what cannot run is listed as such, and never measured under another's name.
+    ring = {"strategy": "pinned_staged", "pinned_staged": {"chunk_elements": 2**26, "buffers": 2}, "fallback": False}
+    configs = {RING: TransferConfig(**ring, completion="immediate")}
+    for strategy in (name for name in options["strategies"] if not get_strategy(name).reads_swapped):
+        for completion in ("immediate", "deferred"):
+            config = {"strategy": strategy, strategy: given.section(strategy), "fallback": False}
+            configs[f"{strategy}, {completion}"] = TransferConfig(**config, completion=completion)
+    configs["default"] = TransferConfig()
+    if options["config"] is not None:
+        configs["configured"] = given
+    schemes = [Scheme(DEEPSPEED), Scheme(FLOOR)]
+    schemes += [Scheme(name, config, build_transfer(config, accelerator)) for name, config in configs.items()]
+    return schemes
+
+
+def rewrite(engine: Any) -> None:
+    """Brings the low-precision partitions, and what was gathered from them, up to date by DeepSpeed's own copy."""
+    optimizer = engine.optimizer
+    optimizer.checkpoint_event_prologue()
+    partitions = optimizer.fp16_partitioned_groups_flat
+    for sub_group_id, master in enumerate(masters(optimizer)):
+        if is_swapped(optimizer, sub_group_id):
+            partitions[sub_group_id].data.copy_(master)
+            optimizer._unflatten_partitioned_parameters(sub_group_id)
+        else:
+            getattr(optimizer, COPY_BACK)(sub_group_id)
+    optimizer.checkpoint_event_epilogue()

@@ -1,0 +1,239 @@
+"""The worker of ``h2d bench zero3``: one engine takes its steps with every copy-back in turn.
+
+Masters are ordinary memory for the schemes that want them so, and page-locked for those that page-lock
+them in place; the same holds of DeepSpeed's swap buffers where masters are on NVMe. To page-lock for every
+step would cost more than the step, and two transfers cannot both page-lock the same memory. So each round
+has two halves: in the first the masters are as DeepSpeed made them; before the second, one transfer that
+does nothing else page-locks them for all schemes of that half, and is closed after it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from ...accelerator_choice import AcceleratorChoice
+from ...errors import TransferError
+from ...policy import TransferPolicy
+from ...routing import build_transfer
+from ..measuring import bits
+from ..measuring.hardware import describe
+from ..measuring.progress import progress
+from ..measuring.ranks import Ranks
+from .engine import describe_engine, make_engine, start_deepspeed
+from .on_nvme import as_in_a_step, masters, not_for_steps, sources
+from .transformer import random_tokens
+from .variants import Scheme, make_schemes, rewrite
+
+
+def measure(options: Mapping[str, Any], ranks: Ranks) -> dict[str, Any]:
+    """Measures the steps of every scheme. Makes DeepSpeed's process group.
+
+    Args:
+        options: As ``transfer.cli.bench_zero3`` makes them.
+        ranks: Those that train together.
+
+    Returns:
+        ``hardware``, ``engine``, ``page_lock``, ``measurements``, and ``not_run`` with reasons.
+    """
+    accelerator = AcceleratorChoice(options["accelerator"]).resolve()
+    start_deepspeed(accelerator)
+    engine = make_engine(options, accelerator)
+    with contextlib.ExitStack() as closing:
+        closing.callback(engine.destroy)
+        bench = _Bench(options, ranks, accelerator, engine)
+        bench.not_run += not_for_steps(options)
+        for scheme in make_schemes(options, accelerator):
+            closing.callback(scheme.close)
+            bench.add(scheme)
+        with progress((options["steps"] + 1) * len(bench.schemes), visible=ranks.rank == 0) as advance:
+            bench.rounds(advance)
+        return bench.result()
+
+
+class _Bench:
+    """One engine and the schemes that take turns on it."""
+
+    def __init__(self, options: Mapping[str, Any], ranks: Ranks, accelerator: Any, engine: Any) -> None:
+        self.options = options
+        self.ranks = ranks
+        self.accelerator = accelerator
+        self.engine = engine
+        self.tokens = random_tokens(options["batch"], options["sequence"], engine.device)
+        self.schemes: list[Scheme] = []
+        self.not_run: list[dict[str, str]] = []
+        self.page_lock_seconds: list[float] = []
+
+    def add(self, scheme: Scheme) -> None:
+        """Takes a scheme in if it can copy here on every rank, and finds out whether it page-locks the masters."""
+        try:
+            self._try(scheme)
+            reason = None
+        except TransferError as error:
+            reason = str(error)
+        reason = next(filter(None, self.ranks.gather(reason)), None)
+        scheme.page_locked_bytes = max(self.ranks.gather(scheme.page_locked_bytes))
+        if reason is None:
+            self.schemes.append(scheme)
+        else:
+            self.not_run.append({"scheme": scheme.name, "reason": reason})
+
+    def _try(self, scheme: Scheme) -> None:
+        if scheme.transfer is None:
+            return
+        partition, master = next(self._partitions())
+        master = as_in_a_step(self.engine.optimizer, 0, master)
+        scheme.selected = TransferPolicy(scheme.config, self.accelerator).select(partition, master).strategy
+        locked_bytes = self._locked_bytes()
+        started = time.perf_counter()
+        try:
+            with scheme.attached(self.engine):
+                scheme.attach_seconds = time.perf_counter() - started
+                scheme.page_locked_bytes = self._locked_bytes() - locked_bytes
+                scheme.transfer.copy(partition, master)
+                # What the policy selects may still pass the copy on, where nobody could prepare the source.
+                used = [name for name, counts in scheme.transfer.stats().items() if counts.copies]
+                scheme.selected = used[0] if used else scheme.selected
+        finally:
+            scheme.close()  # the masters are ordinary memory again
+
+    def rounds(self, advance: Callable[[str], None]) -> None:
+        """One step of every scheme a round. Round 0 warms up; it and the last one are compared bit for bit."""
+        began = time.perf_counter()
+        for number in range(self.options["steps"] + 1):
+            spent = max(self.ranks.gather(time.perf_counter() - began))
+            # A round takes as long as those before it.
+            next_to_last = spent * (number + 2) / number if number else 0.0
+            last = number == self.options["steps"] or next_to_last > (self.options.get("limit_seconds") or float("inf"))
+            self.round(number, number == 0 or last or self.options["verify_every_step"], advance)
+            if last:
+                return
+
+    def round(self, number: int, checked: bool, advance: Callable[[str], None]) -> None:
+        """One step of every scheme.
+
+        Args:
+            number: 0 is not counted.
+            checked: Whether the partitions are compared bit for bit.
+            advance: Tells what has been measured.
+        """
+        for scheme in self.schemes:
+            if not scheme.page_locks:
+                self._step(scheme, number > 0, checked)
+                advance(scheme.name)
+        page_locking = [scheme for scheme in self.schemes if scheme.page_locks]
+        if not page_locking:
+            return
+        locked_bytes = self._locked_bytes()
+        # Held for the round, so that they are page-locked once for all of these schemes.
+        with build_transfer(page_locking[0].config, self.accelerator) as holder:
+            started = time.perf_counter()
+            for memory in sources(self.engine.optimizer):
+                holder.prepare(memory)
+            self.page_lock_seconds.append(time.perf_counter() - started)
+            for scheme in page_locking:
+                self._step(scheme, number > 0, checked)
+                advance(scheme.name)
+        if self._locked_bytes() > locked_bytes:  # some scheme page-locks more than the holder did
+            for scheme in page_locking:
+                scheme.close()
+
+    def _locked_bytes(self) -> int:
+        """Bytes that copy-backs of this rank leave from and the device can read directly."""
+        return sum(memory.nbytes for memory in sources(self.engine.optimizer) if self.accelerator.is_pinned(memory))
+
+    def _step(self, scheme: Scheme, counted: bool, checked: bool) -> None:
+        memory = _DeviceMemory(self.engine)
+        with scheme.attached(self.engine):
+            self._meet()
+            started = time.perf_counter()
+            self.engine.backward(self.engine(self.tokens))
+            self.accelerator.synchronize()
+            forward_and_backward = time.perf_counter() - started
+            if checked and scheme.copies:
+                for partition in self.engine.optimizer.fp16_partitioned_groups_flat:
+                    bits.poison(partition.data)
+            memory.begin()
+            self._meet()
+            started = time.perf_counter()
+            self.engine.step()
+            self.accelerator.synchronize()
+            step = time.perf_counter() - started
+        if counted:
+            scheme.step_seconds.append(step)
+            scheme.iteration_seconds.append(forward_and_backward + step)
+            scheme.memory_rises += memory.rise()
+        right = not (checked and scheme.copies) or all(bits.same_bits(*pair) for pair in self._partitions())
+        scheme.right_bits &= right
+        if not all(self.ranks.gather(right)) or not scheme.copies:
+            rewrite(self.engine)  # so that the next scheme begins with the right model
+
+    def _meet(self) -> None:
+        """Every rank begins what follows at once, with nothing left to do on its device."""
+        self.accelerator.synchronize()
+        self.ranks.barrier()
+
+    def _partitions(self) -> Iterator[tuple[Any, Any]]:
+        """The low-precision partition and the master of each sub-group, as they are now."""
+        optimizer = self.engine.optimizer
+        for partition, master in zip(optimizer.fp16_partitioned_groups_flat, masters(optimizer), strict=True):
+            yield partition.data, master
+
+    def result(self) -> dict[str, Any]:
+        """What was measured, of all ranks together."""
+        return {
+            "hardware": describe(self.accelerator),
+            "engine": describe_engine(self.engine),
+            "page_lock": {"seconds_by_rank": self.ranks.gather(self.page_lock_seconds)},
+            "measurements": [self._measurement(scheme) for scheme in self.schemes],
+            "not_run": self.not_run,
+        }
+
+    def _measurement(self, scheme: Scheme) -> dict[str, Any]:
+        transfer = scheme.transfer
+        own = {
+            "step_seconds": scheme.step_seconds,
+            "iteration_seconds": scheme.iteration_seconds,
+            "right_bits": scheme.right_bits,
+            "attach_seconds": scheme.attach_seconds,
+            "pinned_bytes": 0 if transfer is None else transfer.pinned_bytes,
+            "scratch_bytes": 0 if transfer is None else transfer.scratch_bytes,
+            "memory_rise_bytes": max(scheme.memory_rises, default=None),
+        }
+        every = self.ranks.gather(own)
+        largest = {
+            key: max((one[key] for one in every if one[key] is not None), default=None)
+            for key in ("attach_seconds", "pinned_bytes", "scratch_bytes", "memory_rise_bytes")
+        }
+        return {
+            "scheme": scheme.name,
+            "selected": scheme.selected,
+            "page_locked_bytes": scheme.page_locked_bytes,
+            "right_bits": all(one["right_bits"] for one in every) if scheme.copies else None,
+            **largest,
+            "step_seconds_by_rank": [one["step_seconds"] for one in every],
+            "iteration_seconds_by_rank": [one["iteration_seconds"] for one in every],
+        }
+
+
+class _DeviceMemory:
+    """By how much the device memory in use rises within a step, above what was held before it."""
+
+    def __init__(self, engine: Any) -> None:
+        from deepspeed.accelerator import get_accelerator
+
+        self._device = get_accelerator()
+        # Where the host poses as the device, DeepSpeed would report the whole process.
+        self._can_tell = engine.device.type != "cpu"
+        self._before = 0
+
+    def begin(self) -> None:
+        if self._can_tell:
+            self._device.reset_peak_memory_stats()
+            self._before = self._device.memory_allocated()
+
+    def rise(self) -> list[int]:
+        """The bytes, or nothing where the accelerator cannot tell."""
+        return [self._device.max_memory_allocated() - self._before] if self._can_tell else []

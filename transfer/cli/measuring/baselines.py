@@ -1,0 +1,165 @@
+"""What strategies are compared with: the ways in which others bring master weights to the device, and the wire.
+
+They have the interface of a strategy but are registered nowhere: most of them need memory in
+proportion to the model, or values that are on the host in another dtype already.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from accelerators import Accelerator, AcceleratorError
+
+from ...errors import StrategyUnavailableError
+from ...in_flight import FINISHED, InFlightCopy
+from ...interface import HostToDeviceTransfer
+from ...registry import get_strategy
+
+#: Names that other figures refer to.
+DEEPSPEED = "deepspeed"
+WIRE = "wire"
+RING = "ring 2 x 2^26"
+
+WIRE_CHUNK_BYTES = 16 * 2**20
+
+
+class Baseline(HostToDeviceTransfer):
+    """A copy of one source, which ``prepare`` is given first; finished when ``submit`` returns.
+
+    Args:
+        accelerator: Where to copy to.
+        dtype: Of the destination.
+    """
+
+    summary: ClassVar[str]
+
+    def __init__(self, accelerator: Accelerator, dtype: torch.dtype) -> None:
+        super().__init__(None, accelerator, fallback=False)
+        self._dtype = dtype
+        self._pinned: list[Tensor] = []
+        self._scratch: Tensor | None = None
+
+    @property
+    def pinned_bytes(self) -> int:
+        return sum(memory.nbytes for memory in self._pinned)
+
+    @property
+    def scratch_bytes(self) -> int:
+        return 0 if self._scratch is None else self._scratch.nbytes
+
+    def close(self) -> None:
+        self._scratch = None
+        while self._pinned:
+            self.accelerator.unpin_memory(self._pinned[-1])
+            self._pinned.pop()
+
+    def _submit(self, destination: Tensor, source: Tensor) -> InFlightCopy:
+        self._copy(destination, source)
+        self.accelerator.synchronize(destination.device.index)
+        return FINISHED
+
+    @abstractmethod
+    def _copy(self, destination: Tensor, source: Tensor) -> None:
+        """Queues or does the copy; ``_submit`` waits for it."""
+
+    def _pin(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """Pinned memory for a whole partition.
+
+        Raises:
+            StrategyUnavailableError: The accelerator pins nothing, or the host does not allow it.
+        """
+        obstacle = self.accelerator.capabilities.why_not("pins_host_memory")
+        if obstacle is not None:
+            raise StrategyUnavailableError(obstacle)
+        try:
+            memory = self.accelerator.pin_empty(like.numel(), dtype=dtype)
+        except (RuntimeError, MemoryError, OSError, AcceleratorError) as error:
+            needed = like.numel() * dtype.itemsize
+            raise StrategyUnavailableError(f"Pinning {needed} bytes for the whole partition failed: {error}") from error
+        self._pinned.append(memory)
+        if not self.accelerator.is_pinned(memory):
+            raise StrategyUnavailableError(f"{self.accelerator.name}.pin_empty returned memory that is not pinned.")
+        return memory
+
+
+class DeepSpeedCopy(Baseline):
+    """What ZeRO-3 does: torch casts into a host temporary, and the host waits for its copy."""
+
+    summary = "DeepSpeed's blocking destination.copy_(source)"
+
+    def _copy(self, destination: Tensor, source: Tensor) -> None:
+        destination.copy_(source)
+
+
+class PinnedMaster(Baseline):
+    """What Megatron-LM and FSDP2 do: the master lives in pinned memory and is cast on the device."""
+
+    summary = "pinned fp32 master, whole-partition copy, cast on the device (Megatron-LM, FSDP2)"
+
+    def prepare(self, source: Tensor) -> None:
+        self._pin(source, source.dtype).copy_(source)
+        self._scratch = self.accelerator.device_empty(source.numel(), dtype=source.dtype)
+
+    def _copy(self, destination: Tensor, source: Tensor) -> None:  # noqa: ARG002 - the master is the pinned one
+        scratch = self._scratch
+        assert scratch is not None, "prepare comes first"  # noqa: S101
+        self.accelerator.enqueue_copy(scratch, self._pinned[0])
+        self.accelerator.enqueue_copy(destination, scratch)
+
+
+class PinnedTwin(Baseline):
+    """What ZeRO-1 and ZeRO-2 do: a pinned low-precision twin of the whole partition, filled on the host."""
+
+    summary = "cast into a pinned twin of the whole partition, one copy (ZeRO-1, ZeRO-2)"
+
+    def prepare(self, source: Tensor) -> None:
+        self._pin(source, self._dtype)
+
+    def _copy(self, destination: Tensor, source: Tensor) -> None:
+        twin = self._pinned[0]
+        twin.copy_(source)
+        self.accelerator.enqueue_copy(destination, twin)
+
+
+class Wire(Baseline):
+    """The least time possible: values cast and pinned beforehand cross in chunks, with nothing to wait for."""
+
+    summary = "nothing but the destination's bytes from pinned memory, 16 MiB at a time"
+
+    def prepare(self, source: Tensor) -> None:
+        self._pin(source, self._dtype).copy_(source)
+
+    def _copy(self, destination: Tensor, source: Tensor) -> None:  # noqa: ARG002 - cast beforehand
+        chunk_elements = WIRE_CHUNK_BYTES // self._dtype.itemsize
+        chunks = zip(
+            torch.split(destination, chunk_elements), torch.split(self._pinned[0], chunk_elements), strict=True
+        )
+        for target, piece in chunks:
+            self.accelerator.enqueue_copy(target, piece)
+
+
+def make_baselines(accelerator: Accelerator, dtype: torch.dtype) -> dict[str, HostToDeviceTransfer]:
+    """Each baseline by its name, in the order of a table; pins nothing yet."""
+    ring = get_strategy("pinned_staged")({"chunk_elements": 2**26, "buffers": 2}, accelerator, fallback=False)
+    return {
+        WIRE: Wire(accelerator, dtype),
+        DEEPSPEED: DeepSpeedCopy(accelerator, dtype),
+        RING: ring,
+        "pinned master": PinnedMaster(accelerator, dtype),
+        "pinned twin": PinnedTwin(accelerator, dtype),
+    }
+
+
+#: What each baseline stands for, for the legend of a table.
+SUMMARIES: Mapping[str, str] = {
+    WIRE: Wire.summary,
+    DEEPSPEED: DeepSpeedCopy.summary,
+    RING: "the staging ring as first proposed: two pinned buffers of 2^26 elements",
+    "pinned master": PinnedMaster.summary,
+    "pinned twin": PinnedTwin.summary,
+}

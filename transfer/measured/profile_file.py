@@ -1,0 +1,120 @@
+"""Machine profiles as YAML files: where they are, how they are read and written."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from ..errors import ConfigError, ConfigFileError, ConfigFileNotFoundError, ConfigProblem
+from ..schema.problems import Location, problems_of, shown
+from ..schema.yaml_file import read_yaml
+from .profile import FORMAT_VERSION, MachineProfile
+
+#: The key of the file under which everything stands.
+ROOT = "machine_profile"
+#: Names the profile to use where no path is given as an argument.
+ENVIRONMENT_VARIABLE = "H2D_PROFILE"
+
+_HEADER = """\
+# How fast this machine moves values from host memory to the device. `h2d tune` has measured and written it;
+# `strategy: measured` reads it. Measure again after a change of hardware, driver, torch, ranks or host threads.
+"""
+
+
+def default_path() -> Path:
+    """``$XDG_CACHE_HOME/host-to-device-transfer/profile.yaml``, by default under ``~/.cache``."""
+    cache = os.environ.get("XDG_CACHE_HOME", "")
+    # The specification of that variable says that a relative path is to be ignored.
+    folder = Path(cache) if Path(cache).is_absolute() else Path("~/.cache").expanduser()
+    return folder / "host-to-device-transfer" / "profile.yaml"
+
+
+def load_profile(path: str | os.PathLike[str] | None = None) -> MachineProfile | None:
+    """As ``MachineProfile.load``."""
+    named = path if path is not None else os.environ.get(ENVIRONMENT_VARIABLE, "").strip()
+    try:
+        content, lines, file = read_yaml(named or default_path())
+    except ConfigFileNotFoundError as error:
+        if not named:
+            return None
+        origin = "" if path is not None else f" (${ENVIRONMENT_VARIABLE} names it)"
+        message = f"no such machine profile{origin}; `h2d tune` writes one"
+        raise ConfigFileNotFoundError([ConfigProblem("", message, os.fspath(named))]) from error
+    section = content.get(ROOT) if isinstance(content, dict) else None
+    if not isinstance(content, dict) or set(content) != {ROOT} or not isinstance(section, dict):
+        message = f"this is no machine profile: expected one top-level key, {ROOT!r}, with a mapping under it"
+        raise ConfigError([ConfigProblem("", message, file, 1)])
+    return _validate(section, file, {location[1:]: line for location, line in lines.items()})
+
+
+def save_profile(profile: MachineProfile, path: str | os.PathLike[str] | None = None) -> str:
+    """As ``MachineProfile.save``."""
+    named = path if path is not None else os.environ.get(ENVIRONMENT_VARIABLE, "").strip()
+    try:
+        # Resolved, so that a link stays one and the file behind it is replaced.
+        file = Path(named or default_path()).expanduser().resolve()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        _replace(file, _HEADER + profile_yaml(profile))
+    except (OSError, ValueError, RuntimeError) as error:  # also: a NUL in the path, no such user's home
+        raise ConfigFileError([ConfigProblem("", f"cannot be written: {error}", os.fspath(named))]) from error
+    return str(file)
+
+
+def profile_yaml(profile: MachineProfile) -> str:
+    """The content of the file, each entry of a list on a line of its own."""
+    return yaml.dump({ROOT: profile.model_dump()}, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True)
+
+
+def _replace(file: Path, text: str) -> None:
+    # Beside it, because a rename is atomic within one file system only; with the process id, because several
+    # may write at once; made anew, so that the permissions are those of any new file.
+    beside = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        with beside.open("w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        beside.replace(file)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            beside.unlink()
+        raise
+
+
+def _validate(section: dict[str, Any], file: str, lines: dict[Location, int]) -> MachineProfile:
+    version = section.get("format_version")
+    if version != FORMAT_VERSION or isinstance(version, bool):  # before anything else, which may have other keys there
+        message = f"found {shown(version)}: this version reads format {FORMAT_VERSION}; run `h2d tune` again"
+        place = lines.get(("format_version",), 1)
+        raise ConfigError([ConfigProblem(f"{ROOT}.format_version", message, file, place)])
+
+    def locate(location: Location) -> tuple[str | None, int | None]:
+        while location not in lines and location:  # a missing key: the nearest enclosing one is shown
+            location = location[:-1]
+        return file, lines.get(location, 1)
+
+    try:
+        return MachineProfile.model_validate(section)
+    except ValidationError as error:
+        raise ConfigError(problems_of(error, MachineProfile, ROOT, locate)) from error
+
+
+class _Dumper(yaml.SafeDumper):
+    """Block style, but flow style for the entries of lists."""
+
+
+def _entries(dumper: _Dumper, values: Any) -> yaml.Node:
+    node = dumper.represent_sequence("tag:yaml.org,2002:seq", values, flow_style=False)
+    for entry in node.value:
+        if isinstance(entry, yaml.MappingNode):
+            entry.flow_style = True
+    return node
+
+
+_Dumper.add_representer(list, _entries)
+_Dumper.add_representer(tuple, _entries)

@@ -1,0 +1,106 @@
+"""How a copy is cut into chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError
+
+
+def plan_chunks(numel: int, chunk_elements: int) -> Iterator[tuple[int, int]]:
+    """Yields ``(offset, length)`` in elements, in order, covering ``range(numel)`` exactly once.
+
+    Args:
+        numel: Elements in all; may pass 2**31.
+        chunk_elements: The most elements of one chunk.
+
+    Raises:
+        ConfigError: ``chunk_elements`` is not positive.
+    """
+    if chunk_elements < 1:
+        raise ConfigError(f"chunk_elements must be at least 1, not {chunk_elements}")
+    for offset in range(0, numel, chunk_elements):
+        yield offset, min(chunk_elements, numel - offset)
+
+
+def paired_chunks(destination: Tensor, source: Tensor, chunk_elements: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields views of both tensors that belong together, each of at most ``chunk_elements``.
+
+    Works for any strides. Two tensors that both have a flat view are cut into equal chunks; others
+    along their leading dimensions, where the last chunk of each row may be short.
+    """
+    flat_destination, flat_source = _flat(destination), _flat(source)
+    if flat_destination is not None and flat_source is not None:
+        # One call for all views: a chunk must cost the host no more than a few microseconds.
+        yield from zip(
+            torch.split(flat_destination, chunk_elements), torch.split(flat_source, chunk_elements), strict=True
+        )
+        return
+    if destination.numel() <= chunk_elements:
+        yield destination, source
+        return
+    rows = chunk_elements // (destination.numel() // destination.shape[0])
+    if rows == 0:
+        for index in range(destination.shape[0]):
+            yield from paired_chunks(destination[index], source[index], chunk_elements)
+        return
+    for offset, length in plan_chunks(destination.shape[0], rows):
+        yield destination.narrow(0, offset, length), source.narrow(0, offset, length)
+
+
+def cut_at(chunks: Iterable[tuple[Tensor, Tensor]], addresses: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Cuts chunks further, so that no source chunk has one of these addresses inside it.
+
+    Args:
+        chunks: Pairs as ``paired_chunks`` yields them, whose sources are contiguous.
+        addresses: Of elements of the source, in order.
+    """
+    for destination, source in chunks:
+        begin, size = source.data_ptr(), source.element_size()
+        inside = [address for address in addresses if begin < address < begin + source.numel() * size]
+        if not inside:
+            yield destination, source
+            continue
+        elements = (inside[0] - begin) // size
+        rows = elements // max(1, source.numel() // source.shape[0])
+        # A cut within a row, where there are rows, asks for that row alone first.
+        at = rows if rows > 0 else 1
+        if source.dim() > 1 and rows == 0 and source.shape[0] == 1:
+            yield from cut_at([(destination[0], source[0])], addresses)
+            continue
+        first = (destination.narrow(0, 0, at), source.narrow(0, 0, at))
+        rest = (destination.narrow(0, at, source.shape[0] - at), source.narrow(0, at, source.shape[0] - at))
+        yield from cut_at([first, rest], addresses)
+
+
+def views_of_range(tensor: Tensor, begin: int, end: int) -> Iterator[Tensor]:
+    """Yields views that hold the elements from ``begin`` to ``end``, in logical order, of any strides.
+
+    One view where the tensor has a flat one; else as few as its rows allow.
+    """
+    flat = _flat(tensor)
+    if flat is not None:
+        yield flat.narrow(0, begin, end - begin)
+        return
+    row = tensor.numel() // tensor.shape[0]
+    first, last = -(-begin // row), end // row  # rows that are there whole
+    if first > last:  # all of it lies within one row
+        yield from views_of_range(tensor[last], begin - last * row, end - last * row)
+        return
+    if begin < first * row:
+        yield from views_of_range(tensor[first - 1], begin - (first - 1) * row, row)
+    if first < last:
+        yield tensor.narrow(0, first, last - first)
+    if last * row < end:
+        yield from views_of_range(tensor[last], 0, end - last * row)
+
+
+def _flat(tensor: Tensor) -> Tensor | None:
+    """A one-dimensional view of the same memory in logical order, or None where strides forbid it."""
+    try:
+        return tensor.view(-1)
+    except RuntimeError:
+        return None

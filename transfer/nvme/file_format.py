@@ -1,0 +1,143 @@
+"""The format of a file that ``swap_out`` writes: one header, then the values.
+
+======================  ==================================================================================
+bytes                   what
+======================  ==================================================================================
+0 to 7                  ``H2DSWAP`` and a newline
+8 to 11, 12 to 15       format version and length of the description, little-endian
+then                    the description, as JSON: dtype, shape, offset of the values, block, stamp
+then                    eight bytes for each block of values: its checksum (none if the block is 0)
+then                    eight bytes: the checksum of everything before
+the values' offset on   the values, padded with zeros to a multiple of 4096 bytes
+======================  ==================================================================================
+
+The values begin at a multiple of 4096 bytes, so that they can be read with O_DIRECT.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import secrets
+import struct
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+import xxhash
+from pydantic import TypeAdapter, ValidationError
+
+from ..errors import SwapCorruptedError
+from .aligned_memory import ALIGNMENT_BYTES, round_up
+from .checksums import Checksums
+
+MAGIC = b"H2DSWAP\n"
+VERSION = 1
+_FIXED = struct.Struct("<8sII")
+#: Bounds what a header that was not written by us can make us read.
+_MAX_DESCRIPTION_BYTES = 2**16
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a file of ours says of itself.
+
+    Attributes:
+        dtype: Name of the values' dtype, without ``torch.``.
+        shape: Of the values.
+        offset_bytes: Where the values begin.
+        block_bytes: Bytes of values under each checksum; 0: without checksums.
+        stamp: Random, and so different for each file.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset_bytes: int
+    block_bytes: int
+    stamp: str
+
+    @classmethod
+    def new(cls, dtype: torch.dtype, shape: torch.Size, block_bytes: int) -> Header:
+        """The header of a file to be written, with the room that its checksums will take."""
+        name = str(dtype).removeprefix("torch.")
+        header = cls(name, tuple(shape), 0, block_bytes, secrets.token_hex(8))
+        # The offset is part of what it has to leave room for: the longest one is tried first.
+        longest = replace(header, offset_bytes=2**62)
+        room = len(longest._described()) + longest.table_bytes + 8
+        return replace(header, offset_bytes=round_up(room, ALIGNMENT_BYTES))
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of the values."""
+        return math.prod(self.shape) * torch_dtype(self.dtype).itemsize
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of the whole file."""
+        return self.offset_bytes + round_up(self.value_bytes, ALIGNMENT_BYTES)
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of the checksums."""
+        return 8 * -(-self.value_bytes // self.block_bytes) if self.block_bytes else 0
+
+    def _described(self) -> bytes:
+        description = json.dumps(asdict(self)).encode()
+        return _FIXED.pack(MAGIC, VERSION, len(description)) + description
+
+    def packed(self, checksums: Checksums | None) -> bytes:
+        """The bytes of the header, as long as ``offset_bytes``."""
+        before = self._described() + (b"" if checksums is None else checksums.table)
+        return (before + struct.pack("<Q", xxhash.xxh3_64_intdigest(before))).ljust(self.offset_bytes, b"\0")
+
+
+_header = TypeAdapter(Header)
+
+
+def is_swap_file(descriptor: int) -> bool:
+    """Whether an open file begins as ours do."""
+    return os.pread(descriptor, len(MAGIC), 0) == MAGIC
+
+
+def read_header(descriptor: int, path: Path) -> Header:
+    """The header of an open file of ours, checked against its own checksum.
+
+    Raises:
+        SwapCorruptedError: It is no file of ours, of another version, or damaged.
+    """
+    fixed = os.pread(descriptor, _FIXED.size, 0)
+    if len(fixed) < _FIXED.size or not fixed.startswith(MAGIC):
+        raise corrupted(path, "it does not begin as a file of `transfer.nvme.writing` does")
+    _, version, length = _FIXED.unpack(fixed)
+    if version != VERSION:
+        raise corrupted(path, f"it has format version {version}, and this package reads version {VERSION}")
+    if length > _MAX_DESCRIPTION_BYTES:
+        raise corrupted(path, f"its description would be {length} bytes long")
+    try:
+        header = _header.validate_json(os.pread(descriptor, length, _FIXED.size))
+        table = header.table_bytes
+    except (ValidationError, AttributeError, ValueError, OverflowError) as error:
+        raise corrupted(path, "its header is damaged") from error
+    before = _FIXED.size + length + table
+    if table < 0 or before + 8 > os.fstat(descriptor).st_size:
+        raise corrupted(path, f"its header is damaged, or cut off: it would be {before + 8} bytes long")
+    bytes_read = os.pread(descriptor, before + 8, 0)
+    if bytes_read[before:] != struct.pack("<Q", xxhash.xxh3_64_intdigest(bytes_read[:before])):
+        raise corrupted(path, "its header is damaged: the checksum is another")
+    return header
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype of this name."""
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name} is not a torch dtype")
+    return dtype
+
+
+def corrupted(path: Path, what: str) -> SwapCorruptedError:
+    """The error for a file that does not hold what was swapped out."""
+    remedy = "restore the values from a checkpoint"
+    return SwapCorruptedError(errno.EBADMSG, f"the swap file cannot be trusted: {what}; {remedy}", str(path))

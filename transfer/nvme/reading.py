@@ -1,0 +1,66 @@
+"""``swap_in``: values come back from their file into a host tensor."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from ..errors import NotATensorError
+from .aligned_memory import ALIGNMENT_BYTES, aligned_empty, buffer_of, round_up
+from .checksums import BLOCK_BYTES
+from .read_ahead import reading
+from .readers import make_reader
+from .swapped_tensor import SwappedTensor
+
+
+def swap_in(swapped: SwappedTensor, *, checksums: bool = True, threads: int = 12, reader: str = "posix") -> Tensor:
+    """Reads values back. Blocks until they are in memory, and were checked.
+
+    Args:
+        swapped: The handle. Its file stays.
+        checksums: Whether to compare those that the file was written with.
+        threads: How many read at once.
+        reader: ``posix`` or ``aio``; where ``aio`` cannot be used, ``posix`` stands in.
+
+    Returns:
+        A contiguous host tensor of the handle's shape and dtype.
+
+    Raises:
+        NotATensorError: ``swapped`` is no handle.
+        SwapFileNotFoundError: The file is gone.
+        SwapCorruptedError: It is too short, is another file than was written, or its bytes have changed.
+        SwapError: It cannot be read.
+        ValueError: There is no such reader, or ``threads`` is not positive.
+    """
+    if not isinstance(swapped, SwappedTensor):
+        raise NotATensorError(
+            f"swap_in takes a SwappedTensor, not {type(swapped).__name__}; SwappedTensor.from_file makes one for a file"
+        )
+    if threads < 1:
+        raise ValueError(f"threads ({threads}) must be at least 1")
+    source = make_reader(reader)[0]
+    if swapped.numel() == 0:
+        return torch.empty(swapped.shape, dtype=swapped.dtype, device="cpu")
+    skip = swapped.offset_bytes % ALIGNMENT_BYTES
+    capacity = round_up(skip + swapped.nbytes, ALIGNMENT_BYTES) + ALIGNMENT_BYTES
+    if swapped.checksums is not None and checksums:
+        capacity = round_up(capacity, swapped.checksums.block_bytes)
+    memory = aligned_empty(capacity)
+    with (
+        ThreadPoolExecutor(threads, thread_name_prefix="h2d-read") as pool,
+        reading(
+            swapped,
+            pool,
+            source,
+            capacity=capacity,
+            threads=threads,
+            piece_bytes=BLOCK_BYTES,
+            checked=checksums,
+        ) as (ahead, chunks),
+    ):
+        (chunk,) = chunks
+        ahead.start(chunk, buffer_of(memory))()
+    with torch.inference_mode(False):  # so that it can be changed outside it
+        return memory.narrow(0, chunk.skip, chunk.num_bytes).view(swapped.dtype).view(swapped.shape)

@@ -1,0 +1,197 @@
+"""``swap_out``: values go into a file that is there whole, or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..errors import InvalidTensorError, NotATensorError
+from ..tensor_memory import describe, storage_problem
+from .aligned_memory import ALIGNMENT_BYTES, aligned_empty, round_up
+from .checksums import BLOCK_BYTES, Checksums, checksums_of
+from .file_format import Header
+from .open_file import NOT_DIRECT, O_DIRECT
+from .space import not_written, reserve
+from .swap_directory import OwnedFile, swap_directory
+from .swapped_tensor import SwappedTensor, check_dtype
+from .threads import run_on
+
+
+def swap_out(
+    tensor: Tensor,
+    directory: str | os.PathLike[str],
+    name: str | None = None,
+    *,
+    checksums: bool = True,
+    threads: int = 12,
+    block_bytes: int = BLOCK_BYTES,
+) -> SwappedTensor:
+    """Writes values to a file of their own. Blocks until they are on the drive, and synced.
+
+    The space is taken first, so a full drive is an error before anything is written. The file appears under its
+    name when it is whole: whatever happens, there is all of it or nothing, and files of before are untouched.
+
+    Args:
+        tensor: Any dense tensor of plain values, of any strides; one that is not contiguous, or not in host
+            memory, is copied as a whole first.
+        directory: Where. Each process has a directory of its own in it (mode 0700), which goes with the process.
+            Made if it is missing.
+        name: Becomes part of the file's name, for whoever looks at it. Any text; the same one twice makes two files.
+        checksums: Whether reads can notice bytes that have changed since.
+        threads: How many write at once. Each takes 4 MiB of memory.
+        block_bytes: Of values under each checksum: a multiple of 4096.
+
+    Returns:
+        The handle that the file belongs to: see ``SwappedTensor``.
+
+    Raises:
+        SwapSpaceError: There is no room, or the process's limit of file sizes is lower.
+        SwapError: The directory or file cannot be written; the subclass says which.
+        NotATensorError: ``tensor`` is none.
+        InvalidTensorError: It has no values of its own: meta, sparse, nested, quantized.
+        UnsupportedDtypeError: Its dtype has no plain values.
+        ValueError: ``threads`` or ``block_bytes`` is not as said.
+    """
+    _check(tensor, threads, block_bytes)
+    own = swap_directory(directory)
+    header = Header.new(tensor.dtype, tensor.shape, block_bytes if checksums else 0)
+    path = own.new_path(name)
+    owned = None
+    sums = None
+    if tensor.numel() > 0:
+        sums = _write(tensor.detach(), path, header, threads)
+        owned = OwnedFile(path, own)
+    return SwappedTensor(path, tensor.dtype, tensor.shape, header.offset_bytes, sums, header.stamp, owned)
+
+
+def _check(tensor: Tensor, threads: int, block_bytes: int) -> None:
+    if not isinstance(tensor, Tensor):
+        raise NotATensorError(f"swap_out takes a torch.Tensor, not {type(tensor).__name__}")
+    problem = storage_problem(tensor)
+    if problem is not None:
+        raise InvalidTensorError(f"the tensor {problem} ({describe(tensor)})")
+    check_dtype(tensor.dtype)
+    if threads < 1 or block_bytes < ALIGNMENT_BYTES or block_bytes % ALIGNMENT_BYTES:
+        raise ValueError(
+            f"threads ({threads}) must be at least 1, block_bytes ({block_bytes}) a multiple of {ALIGNMENT_BYTES}"
+        )
+
+
+def _write(tensor: Tensor, path: Path, header: Header, threads: int) -> Checksums | None:
+    part = path.with_suffix(".part")
+    try:
+        with _created(part) as (descriptor, direct):
+            reserve(descriptor, path, header.file_bytes)
+            values = _Values(tensor, header, descriptor, direct)
+            pieces = range(0, header.value_bytes, values.piece_bytes)
+            with ThreadPoolExecutor(min(threads, len(pieces)), thread_name_prefix="h2d-write") as pool:
+                try:
+                    writing = [run_on(pool, partial(values.write, begin)) for begin in pieces]
+                    found = [future.result() for future in writing]
+                except BaseException:
+                    pool.shutdown(cancel_futures=True)
+                    raise
+            values_of_blocks = list(itertools.chain.from_iterable(found))
+            sums = Checksums.of(header.block_bytes, values_of_blocks) if header.block_bytes else None
+            _write_whole(descriptor, memoryview(header.packed(sums)), 0)
+            os.fsync(descriptor)
+        part.rename(path)
+        _sync_directory(path.parent)
+    except BaseException as error:
+        for each in (part, path):
+            with contextlib.suppress(OSError):
+                each.unlink()
+        if isinstance(error, OSError):
+            what = f"{header.file_bytes} bytes cannot be swapped out"
+            raise not_written(error, what, path, header.file_bytes) from error
+        raise
+    return sums
+
+
+class _Values:
+    """The values of a tensor, piece by piece on their way into a file. Threads may share one object."""
+
+    def __init__(self, tensor: Tensor, header: Header, descriptor: int, direct: int | None) -> None:
+        host = tensor if tensor.device.type == "cpu" else tensor.cpu()
+        plain = host.resolve_conj().resolve_neg().contiguous()
+        # numpy's copies stay in the thread that makes them, where each of torch's would start threads of its own.
+        self._bytes = plain.view(-1).view(torch.uint8).numpy()
+        self._header = header
+        self._memory = threading.local()
+        self._descriptor = descriptor
+        self._direct = direct
+        self.piece_bytes = round_up(BLOCK_BYTES, header.block_bytes or ALIGNMENT_BYTES)
+
+    def write(self, begin: int) -> list[int]:
+        """Writes one piece; returns the checksums of its blocks."""
+        length = min(self.piece_bytes, len(self._bytes) - begin)
+        padded = round_up(length, ALIGNMENT_BYTES)
+        memory = self._piece_of_memory().numpy()
+        memory[:length] = self._bytes[begin : begin + length]
+        memory[length:padded] = 0
+        buffer: memoryview = memory.data
+        self._write_all(buffer[:padded], self._header.offset_bytes + begin)
+        if not self._header.block_bytes:
+            return []
+        return checksums_of(buffer[:length], self._header.block_bytes)
+
+    def _piece_of_memory(self) -> Tensor:
+        memory: Tensor | None = getattr(self._memory, "piece", None)
+        if memory is None:
+            memory = self._memory.piece = aligned_empty(self.piece_bytes)
+        return memory
+
+    def _write_all(self, buffer: memoryview, offset: int) -> None:
+        """Past the page cache where the file system allows it: nobody reads these bytes from there."""
+        direct = self._direct
+        if direct is not None:
+            try:
+                written = os.pwrite(direct, buffer, offset)
+                buffer, offset = buffer[written:], offset + written
+            except OSError as error:
+                if error.errno not in NOT_DIRECT:
+                    raise
+                self._direct = None
+        _write_whole(self._descriptor, buffer, offset)  # what a short write has left, too
+
+
+def _write_whole(descriptor: int, buffer: memoryview, offset: int) -> None:
+    while buffer:
+        written = os.pwrite(descriptor, buffer, offset)
+        buffer, offset = buffer[written:], offset + written
+
+
+@contextlib.contextmanager
+def _created(path: Path) -> Iterator[tuple[int, int | None]]:
+    """Descriptors of a new file: through the page cache, and past it, where the file system allows that."""
+    with contextlib.ExitStack() as closing:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        closing.callback(os.close, descriptor)
+        direct = None
+        if O_DIRECT:
+            try:
+                direct = os.open(path, os.O_WRONLY | os.O_CLOEXEC | O_DIRECT)
+                closing.callback(os.close, direct)
+            except OSError as error:
+                if error.errno not in NOT_DIRECT:
+                    raise
+        yield descriptor, direct
+
+
+def _sync_directory(path: Path) -> None:
+    """Makes the new name last; a system that cannot open directories syncs them by itself."""
+    with contextlib.suppress(PermissionError, IsADirectoryError):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

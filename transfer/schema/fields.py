@@ -1,0 +1,187 @@
+"""Field types of configurations, for strategies of your own too: counts, sizes in bytes, dtypes, names."""
+
+from __future__ import annotations
+
+import os
+import re
+from decimal import Decimal
+from typing import Annotated, Any
+
+import torch
+from pydantic import BeforeValidator, PlainSerializer
+from pydantic_core import PydanticCustomError
+
+import accelerators.registry
+from accelerators.plugin_registry import nearest
+
+from ..nvme.aligned_memory import ALIGNMENT_BYTES
+from ..nvme.readers.reader import READERS
+from ..registry import explain_unknown_strategy, strategy_names
+
+_UNITS = {
+    "B": 1,
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)")
+#: 64 times the default: large enough for any ring, small enough to catch a slip.
+MAX_CHUNK_ELEMENTS = 2**30
+MAX_BUFFERS = 64
+MAX_THREADS = 256
+#: In place of a strategy's name.
+MEASURED = "measured"
+
+
+def refuse(reason: str) -> PydanticCustomError:
+    """An error whose sentence reaches the user as it is."""
+    return PydanticCustomError("h2d", "{reason}", {"reason": reason})
+
+
+def _whole(value: Any, what: str, example: int, largest: int) -> int:
+    if type(value) is not int:
+        number = _as_number(value)
+        hint = f"write it out: {number}" if number is not None else f"such as {example}"
+        if isinstance(value, str) and _SIZE.fullmatch(value):
+            hint = f"this counts {what}, not bytes, and takes no unit: {hint}"
+        raise refuse(f"expected a whole number of {what}; {hint}")
+    if not 1 <= value <= largest:
+        raise refuse(f"expected from 1 to {largest} {what}")
+    return value
+
+
+def _as_number(value: Any) -> int | None:
+    """The whole number that ``1e8`` or ``1.0e8`` (which YAML reads as text) or 1.0e+8 stands for."""
+    if isinstance(value, bool) or not isinstance(value, str | float):
+        return None
+    try:
+        number = float(value)
+    except ValueError:
+        return None
+    return int(number) if number.is_integer() else None
+
+
+def _elements(value: Any) -> int:
+    return _whole(value, "elements", 2**24, MAX_CHUNK_ELEMENTS)
+
+
+def _buffers(value: Any) -> int:
+    return _whole(value, "buffers", 2, MAX_BUFFERS)
+
+
+def parse_size(value: Any) -> int:
+    """Bytes, from a whole number or text such as ``1MiB``; raises ``PydanticCustomError``."""
+    if type(value) is int and value >= 0:
+        return value
+    match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
+    if match is None:
+        number = _as_number(value)
+        hint = f"write {number}" if number is not None else "such as 1048576 or 1MiB"
+        raise refuse(f"expected a size in bytes, with or without a unit ({', '.join(_UNITS)}); {hint}")
+    number_text, unit = match.groups()
+    if unit not in _UNITS:
+        letter = unit[0].upper()
+        meant = f"write {number_text}{letter}iB or {number_text}{letter}B" if letter in "KMG" else ", ".join(_UNITS)
+        raise refuse(f"unknown unit {unit!r}; {meant}")
+    size = Decimal(number_text) * _UNITS[unit]
+    if size != int(size):
+        raise refuse("this is not a whole number of bytes")
+    return int(size)
+
+
+def _dtype(value: Any) -> torch.dtype:
+    if isinstance(value, torch.dtype):
+        return value
+    found = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else None
+    if not isinstance(found, torch.dtype):
+        short = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}.get(str(value))
+        hint = f"; did you mean {short!r}?" if short else ", such as float32, bfloat16 or float16"
+        raise refuse(f"expected the name of a torch dtype{hint}")
+    return found
+
+
+def _accelerator(value: Any) -> str:
+    if not isinstance(value, str) or value not in accelerators.registry.available_accelerators():
+        raise refuse(accelerators.registry.explain_unknown(value) + _left_out(value))
+    return value
+
+
+def _strategy(value: Any) -> str:
+    if not isinstance(value, str) or value not in strategy_names():
+        raise refuse(explain_unknown_strategy(value) + _left_out(value))
+    return value
+
+
+def _strategy_or_measured(value: Any) -> str:
+    if value == MEASURED:
+        return MEASURED
+    if isinstance(value, str) and nearest(value, [*strategy_names(), MEASURED]) == MEASURED:
+        raise refuse(f"unknown strategy {value!r}. Did you mean {MEASURED!r}?")
+    return _strategy(value)
+
+
+def _block_bytes(value: Any) -> int:
+    size = parse_size(value)
+    if size < ALIGNMENT_BYTES or size % ALIGNMENT_BYTES:
+        raise refuse(f"expected a multiple of {ALIGNMENT_BYTES} bytes")
+    return size
+
+
+def _threads(value: Any) -> int:
+    return _whole(value, "threads", 8, MAX_THREADS)
+
+
+def _directory(value: Any) -> str:
+    if not isinstance(value, str | os.PathLike) or not str(value).strip() or "\0" in str(value):
+        raise refuse("expected the path of a directory")
+    return os.path.expanduser(value)  # noqa: PTH111 - stays text, as in the file
+
+
+def _one_of(*choices: str) -> BeforeValidator:
+    def check(value: Any) -> str:
+        if value not in choices:
+            raise refuse(f"expected {' or '.join(choices)}.{_left_out(value)}")
+        return str(value)
+
+    return BeforeValidator(check)
+
+
+def _left_out(value: Any) -> str:
+    return " Leave the key out for the default." if value in ("auto", "default") else ""
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise refuse("expected true or false")
+    return value
+
+
+#: A whole number of elements, at least 1.
+Elements = Annotated[int, BeforeValidator(_elements)]
+#: A whole number of buffers, from 1 to 64.
+BufferCount = Annotated[int, BeforeValidator(_buffers)]
+#: A size in bytes, as a number or with a unit. None only as a default: a user must write a value.
+SizeBytes = Annotated[int | None, BeforeValidator(parse_size)]
+#: A torch dtype, by name. None only as a default.
+DtypeName = Annotated[Any, BeforeValidator(_dtype), PlainSerializer(lambda dtype: str(dtype).removeprefix("torch."))]
+#: True or false, and nothing that merely looks like it. None only as a default.
+Flag = Annotated[bool | None, BeforeValidator(_flag)]
+AcceleratorName = Annotated[str, BeforeValidator(_accelerator)]
+StrategyName = Annotated[str, BeforeValidator(_strategy)]
+#: A strategy, or ``measured``: each copy takes the one that a profile of the machine says is fastest.
+StrategyOrMeasured = Annotated[str, BeforeValidator(_strategy_or_measured)]
+#: When ZeRO-3 waits for a copy-back. None only as a default.
+Completion = Annotated[str, _one_of("deferred", "immediate")]
+#: Where values are cast.
+Cast = Annotated[str, _one_of("device", "host")]
+#: What reads files.
+ReaderName = Annotated[str, _one_of(*READERS)]
+#: A size in bytes that is a multiple of 4096.
+BlockBytes = Annotated[int, BeforeValidator(_block_bytes)]
+#: A whole number of threads, from 1 to 256.
+ThreadCount = Annotated[int, BeforeValidator(_threads)]
+#: A directory; ``~`` stands for the home directory. None only as a default.
+Directory = Annotated[str | None, BeforeValidator(_directory)]

@@ -1,0 +1,93 @@
+"""A YAML file as plain values, with the line of each: so that every later mistake has its place."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ..errors import ConfigError, ConfigFileError, ConfigFileNotFoundError, ConfigProblem
+from .problems import Location, dotted
+
+_TEXT_KEYS = ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge")
+
+#: What PyYAML lets through from a scalar that its tag does not fit, such as ``2001-13-45``.
+_UNREADABLE = (ValueError, KeyError, AttributeError, TypeError, OverflowError)
+
+
+class _Loader(yaml.SafeLoader):
+    """Gives errors of single values the place where the value stands."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except _UNREADABLE as error:
+            problem = f"{node.value!r:.60} cannot be read as what it looks like ({error})"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from error
+
+
+def read_yaml(path: str | os.PathLike[str]) -> tuple[Any, dict[Location, int], str]:
+    """Reads one YAML document.
+
+    Returns:
+        Its content; the line, counted from 1, of every key and list entry; and the file's name.
+
+    Raises:
+        ConfigFileNotFoundError: There is no such file.
+        ConfigFileError: It cannot be read.
+        ConfigError: It is not YAML, has duplicate keys, or keys that are no text.
+    """
+    try:
+        file = Path(path).expanduser()
+        text = file.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise ConfigFileNotFoundError([ConfigProblem("", "no such configuration file", str(file))]) from error
+    except (OSError, ValueError, RuntimeError) as error:  # also: no text, a NUL in the path, no such user's home
+        raise ConfigFileError([ConfigProblem("", f"cannot be read: {error}", os.fspath(path))]) from error
+    lines: dict[Location, int] = {}
+    problems: list[ConfigProblem] = []
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        _walk(node, (), lines, problems, str(file), set())
+        content = None if problems or node is None else loader.construct_document(node)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        reason = getattr(error, "problem", None) or str(error)
+        line = mark.line + 1 if mark is not None else None
+        raise ConfigError([ConfigProblem("", f"this is not YAML: {reason}", str(file), line)]) from error
+    except RecursionError as error:
+        raise ConfigError([ConfigProblem("", "this is not YAML: nested too deeply", str(file))]) from error
+    if problems:
+        raise ConfigError(problems)
+    return content, lines, str(file)
+
+
+def _walk(
+    node: Any, path: Location, lines: dict[Location, int], problems: list[ConfigProblem], file: str, seen: set[int]
+) -> None:
+    """Notes the line of each key and list entry, and keys that are no text or stand twice."""
+    if id(node) in seen:  # an alias: its lines are those of its anchor
+        return
+    seen.add(id(node))
+    if isinstance(node, yaml.MappingNode):
+        first: dict[str, int] = {}
+        for key_node, value_node in node.value:
+            key = key_node.value if isinstance(key_node, yaml.ScalarNode) else "(a mapping or list)"
+            line = key_node.start_mark.line + 1
+            location = (*path, key)
+            message = None
+            if key_node.tag not in _TEXT_KEYS:
+                message = f"keys must be text, and YAML reads {key!r:.60} as something else; quote it"
+            elif key in first:
+                message = f"duplicate key; first on line {first[key]}"
+            if message is not None:
+                problems.append(ConfigProblem(dotted("", location), message, file, line))
+            first[key] = lines[location] = line
+            _walk(value_node, location, lines, problems, file, seen)
+    elif isinstance(node, yaml.SequenceNode):
+        for index, entry in enumerate(node.value):
+            lines[(*path, index)] = entry.start_mark.line + 1
+            _walk(entry, (*path, index), lines, problems, file, seen)
