@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from .errors import AcceleratorUnavailableError
-from .protocol import Accelerator, Capabilities
-from .registry import check_accelerator
+from .protocol import Accelerator, Capabilities, check_accelerator
 
 #: DeepSpeed's name of a backend -> where its adapter is; every other backend takes the general one.
 ADAPTERS = {

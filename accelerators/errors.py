@@ -41,3 +41,7 @@ class InFlightError(AcceleratorError, RuntimeError):
     Only the simulated accelerator can notice this; on real hardware it is silent corruption.
     The memory stays pinned.
     """
+
+
+#: What pinning may raise when it is refused: torch's errors, the system's, and a vendor's.
+REFUSALS = (RuntimeError, MemoryError, OSError, AcceleratorError)

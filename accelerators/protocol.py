@@ -6,10 +6,13 @@ accelerator knows them. Nothing here imports torch or deepspeed: the module cost
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
+
+from .errors import InvalidAcceleratorError
 
 if TYPE_CHECKING:
     import torch
@@ -213,3 +216,15 @@ REQUIRED_MEMBERS = (
     "device_empty",
     "enqueue_copy",
 )
+
+
+def check_accelerator(candidate: Any, origin: str) -> None:
+    """Raises ``InvalidAcceleratorError``, naming what is missing, unless the protocol is there."""
+    if inspect.isclass(candidate):
+        raise InvalidAcceleratorError(f"{origin} the class {candidate.__name__}, not an instance of it")
+    absent = object()
+    missing = [name for name in REQUIRED_MEMBERS if inspect.getattr_static(candidate, name, absent) is absent]
+    if missing:
+        raise InvalidAcceleratorError(
+            f"{origin} {candidate!r}, which is not an accelerator: it has no {', '.join(missing)}"
+        )

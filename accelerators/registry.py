@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
 import threading
 from collections.abc import Callable
-from typing import Any
 
 from .errors import (
     AcceleratorError,
     AcceleratorRegistrationError,
     AcceleratorUnavailableError,
-    InvalidAcceleratorError,
     UnknownAcceleratorError,
 )
 from .plugin_registry import Registry
-from .protocol import REQUIRED_MEMBERS, Accelerator
+from .protocol import Accelerator, check_accelerator
 
 Factory = Callable[[], Accelerator]
 
@@ -123,18 +120,6 @@ def set_accelerator(accelerator: Accelerator | str | None) -> None:
     elif accelerator is not None:
         check_accelerator(accelerator, "set_accelerator was given")
     _chosen = accelerator
-
-
-def check_accelerator(candidate: Any, origin: str) -> None:
-    """Raises ``InvalidAcceleratorError``, naming what is missing, unless the protocol is there."""
-    if inspect.isclass(candidate):
-        raise InvalidAcceleratorError(f"{origin} the class {candidate.__name__}, not an instance of it")
-    absent = object()
-    missing = [name for name in REQUIRED_MEMBERS if inspect.getattr_static(candidate, name, absent) is absent]
-    if missing:
-        raise InvalidAcceleratorError(
-            f"{origin} {candidate!r}, which is not an accelerator: it has no {', '.join(missing)}"
-        )
 
 
 def _make(name: str, factory: Factory) -> Accelerator:

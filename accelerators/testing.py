@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from . import Accelerator, AcceleratorUnavailableError, get_accelerator
-from .registry import check_accelerator
+from .protocol import check_accelerator
 
 
 def unavailable_reason(name: str) -> str | None:

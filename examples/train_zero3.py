@@ -22,7 +22,7 @@ import deepspeed
 import torch
 from torch import Tensor, nn
 
-from accelerators.simulated.accelerator import SimulatedAccelerator
+from accelerators.simulated import SimulatedAccelerator
 from transfer.zero3 import engines as zero3
 
 CONTEXT = 64

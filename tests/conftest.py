@@ -3,7 +3,7 @@
 import pytest
 
 from accelerators import available_accelerators
-from accelerators.simulated.accelerator import SimulatedAccelerator
+from accelerators.simulated import SimulatedAccelerator
 from accelerators.testing import accelerator_or_skip, unavailable_reason
 
 

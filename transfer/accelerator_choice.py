@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from accelerators import Accelerator, AcceleratorError, get_accelerator
-from accelerators.registry import check_accelerator
+from accelerators.protocol import check_accelerator
 
 from .errors import AcceleratorFailedError
 

@@ -3,29 +3,59 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-from pydantic import ConfigDict, Field, ModelWrapValidatorHandler, StrictBool, ValidationError, model_validator
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    StrictBool,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import InitErrorDetails, PydanticCustomError
 from torch import Tensor
 from typing_extensions import Self
 
+from accelerators.plugin_registry import nearest
+from accelerators.registry import available_accelerators, explain_unknown
+
 from .errors import StrategyRegistrationError
 from .nvme import SwappedTensor
-from .registry import get_strategy, strategy_names
-from .schema.fields import (
-    AcceleratorName,
-    Completion,
-    DtypeName,
-    Flag,
-    SizeBytes,
-    StrategyName,
-    StrategyOrMeasured,
-    refuse,
-)
+from .registry import MEASURED, explain_unknown_strategy, get_strategy, strategy_names
+from .schema.fields import DtypeName, Flag, SizeBytes, left_out, one_of, refuse
 from .schema.model import ConfigModel, StrategyConfig
 from .schema.problems import UNDERSTOOD
+
+
+def _accelerator(value: Any) -> str:
+    if not isinstance(value, str) or value not in available_accelerators():
+        raise refuse(explain_unknown(value) + left_out(value))
+    return value
+
+
+def _strategy(value: Any) -> str:
+    if not isinstance(value, str) or value not in strategy_names():
+        raise refuse(explain_unknown_strategy(value) + left_out(value))
+    return value
+
+
+def _strategy_or_measured(value: Any) -> str:
+    if value == MEASURED:
+        return MEASURED
+    if isinstance(value, str) and nearest(value, [*strategy_names(), MEASURED]) == MEASURED:
+        raise refuse(f"unknown strategy {value!r}. Did you mean {MEASURED!r}?")
+    return _strategy(value)
+
+
+AcceleratorName = Annotated[str, BeforeValidator(_accelerator)]
+StrategyName = Annotated[str, BeforeValidator(_strategy)]
+#: A strategy, or ``measured``: each copy takes the one that a profile of the machine says is fastest.
+StrategyOrMeasured = Annotated[str, BeforeValidator(_strategy_or_measured)]
+#: When ZeRO-3 waits for a copy-back. None only as a default.
+Completion = Annotated[str, one_of("deferred", "immediate")]
 
 
 class When(ConfigModel):

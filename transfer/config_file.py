@@ -6,11 +6,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import ValidationError
-
 from .config import TransferConfig
 from .errors import ConfigError, ConfigProblem
-from .schema.problems import Location, dotted, problems_of, shown
+from .schema.problems import Location, dotted, shown, validated
 from .schema.yaml_file import read_yaml
 
 #: The key of a YAML file under which everything stands.
@@ -81,21 +79,12 @@ def resolve_config(config: ConfigLike | None, origin: str = "") -> TransferConfi
 
 
 def _validate(content: dict[Any, Any], prefix: str, file: str | None, lines: dict[Location, int]) -> TransferConfig:
-    def locate(location: Location) -> tuple[str | None, int | None]:
-        # A key that is missing has no line of its own: the nearest enclosing one is shown.
-        while location and location not in lines:
-            location = location[:-1]
-        return file, lines.get(location)
-
     strange = [key for key in content if not isinstance(key, str)]
     if strange:
         raise ConfigError([ConfigProblem(dotted(prefix, (str(key),)), "keys must be text") for key in strange])
     if file is None and ROOT in content:
         raise ConfigError(f"{dotted(prefix, (ROOT,))}: a mapping is the content of that section: leave {ROOT!r} out")
-    try:
-        return TransferConfig.model_validate(content)
-    except ValidationError as error:
-        raise ConfigError(problems_of(error, TransferConfig, prefix, locate)) from error
+    return validated(TransferConfig, content, prefix, file, lines)
 
 
 def _misplaced(key: str) -> str:

@@ -36,6 +36,8 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -192,3 +194,14 @@ class MachineProfileWarning(TransferWarning):
 
 class PinnedMemoryWarning(TransferWarning):
     """The accelerator rounds pinned memory up, so that a staging buffer takes much more than it holds."""
+
+
+_OURS = ("transfer", "contextlib")
+
+
+def warn_caller(message: str, category: type[TransferWarning]) -> None:
+    """``warnings.warn`` at the innermost frame outside this package."""
+    level, frame = 1, sys._getframe(0)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _OURS:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=level)

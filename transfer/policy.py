@@ -12,15 +12,13 @@ from accelerators import Accelerator
 
 from .accelerator_choice import AcceleratorChoice
 from .config_file import ConfigLike, resolve_config
-from .errors import MachineProfileWarning
+from .errors import MachineProfileWarning, warn_caller
 from .interface import HOST_WAITS
 from .measured.cost_model import choose
 from .measured.profile import MachineProfile
 from .nvme import SwappedTensor
-from .registry import get_strategy
-from .schema.fields import MEASURED
+from .registry import MEASURED, get_strategy
 from .strategies import PinnedDirectConfig
-from .warn import warn_caller
 
 #: What reads files; it is not asked for tensors.
 NVME_SWAPPED = "nvme_swapped"

@@ -12,6 +12,11 @@ from .errors import StrategyRegistrationError, UnknownStrategyError
 if TYPE_CHECKING:
     from .interface import HostToDeviceTransfer
 
+#: In place of a strategy's name: what a profile of the machine says is fastest.
+MEASURED = "measured"
+#: Keys of ``TransferConfig``, beside which the section of each strategy stands; and what stands for a strategy.
+RESERVED = frozenset({"accelerator", "strategy", "completion", "fallback", "rules", MEASURED})
+
 _registry: Registry[Any] = Registry("strategy", "transfer.strategies", StrategyRegistrationError, UnknownStrategyError)
 
 
@@ -29,10 +34,7 @@ def register_strategy(name: str, strategy: type[HostToDeviceTransfer]) -> None:
         StrategyRegistrationError: The name is taken or unusable, or ``strategy`` is not such a
             class. Nothing is registered then.
     """
-    from .config import TransferConfig
-    from .schema.fields import MEASURED
-
-    if name in TransferConfig.model_fields or name == MEASURED:
+    if name in RESERVED:
         raise StrategyRegistrationError(
             f"strategy name {name!r} cannot be registered: it has a meaning of its own in the configuration"
         )

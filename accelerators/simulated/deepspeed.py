@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from .accelerator import SimulatedAccelerator
+from ..protocol import Accelerator
 
 
 class SimulatedDeepSpeedAccelerator(CPU_Accelerator):  # type: ignore[misc]  # deepspeed is untyped
@@ -18,7 +17,7 @@ class SimulatedDeepSpeedAccelerator(CPU_Accelerator):  # type: ignore[misc]  # d
     tensors, which torch refuses. Its collectives run over gloo, without a compiled shared-memory op.
     """
 
-    def __init__(self, simulated: SimulatedAccelerator) -> None:
+    def __init__(self, simulated: Accelerator) -> None:
         super().__init__()
         self.h2d_accelerator = simulated
 
@@ -37,7 +36,7 @@ class SimulatedDeepSpeedAccelerator(CPU_Accelerator):  # type: ignore[misc]  # d
     def is_pinned(self, tensor: Tensor) -> bool:
         return self.h2d_accelerator.is_pinned(tensor)
 
-    def unpin_memory(self, tensor: Tensor) -> bool:
+    def unpin_memory(self, tensor: Tensor) -> bool | None:
         return self.h2d_accelerator.unpin_memory(tensor)
 
     def get_op_builder(self, class_name: str) -> Any:

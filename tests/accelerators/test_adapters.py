@@ -10,8 +10,8 @@ from accelerators.cpu import CpuAccelerator
 from accelerators.cuda import CudaAccelerator
 from accelerators.deepspeed_adapter import DeepSpeedAdapter, adapt
 from accelerators.mps import MpsAccelerator
-from accelerators.registry import check_accelerator
-from accelerators.simulated.accelerator import SimulatedAccelerator
+from accelerators.protocol import check_accelerator
+from accelerators.simulated import SimulatedAccelerator
 from transfer import build_transfer
 
 

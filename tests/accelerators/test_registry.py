@@ -19,7 +19,7 @@ from accelerators import (
     set_accelerator,
     unregister_accelerator,
 )
-from accelerators.simulated.accelerator import SimulatedAccelerator
+from accelerators.simulated import SimulatedAccelerator
 from tests.running import ROOT, run_program, run_python
 
 
@@ -158,7 +158,12 @@ def plugin(folder, distribution, lines, module=""):
 
 
 def test_entry_points_load_when_asked_for(tmp_path, monkeypatch):
-    plugin(tmp_path, "quick", "quick = quick:make", "from accelerators.simulated import SimulatedAccelerator as make")
+    plugin(
+        tmp_path,
+        "quick",
+        "quick = quick:make",
+        "from accelerators.simulated import SimulatedAccelerator as make",
+    )
     plugin(tmp_path, "broken", "broken = broken:make", "raise ImportError('no driver')")
     monkeypatch.syspath_prepend(tmp_path)
     assert {"quick", "broken"} <= set(available_accelerators())

@@ -5,8 +5,8 @@ import functools
 import pytest
 import torch
 
+from accelerators.simulated import SimulatedAccelerator
 from accelerators.simulated import late_queue as _late_queue
-from accelerators.simulated.accelerator import SimulatedAccelerator
 
 SEEDS = range(40)
 

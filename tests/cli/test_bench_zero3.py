@@ -68,7 +68,7 @@ def watched():
     done = run_program(
         f"""
         import json
-        from transfer.cli.ranks import launch
+        from transfer.cli.measuring.ranks import launch
 
         worker = "tests.cli.zero3_worker:measure"
         print(json.dumps(launch(worker, {options!r}, threads=1, spawn=True, process_group=False)))

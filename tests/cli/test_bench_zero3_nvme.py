@@ -60,7 +60,7 @@ def test_wrong_bits_are_seen_although_the_masters_are_in_files(tmp_path):
     done = run_program(
         f"""
         import json
-        from transfer.cli.ranks import launch
+        from transfer.cli.measuring.ranks import launch
 
         worker = "tests.cli.zero3_worker:measure"
         print(json.dumps(launch(worker, {options!r}, threads=1, spawn=True, process_group=False)))

@@ -56,9 +56,7 @@ def test_every_combination_is_measured_and_kept(tmp_path, capsys):
 
 
 def test_nothing_of_drives_without_being_asked(capsys, monkeypatch):
-    monkeypatch.setattr(
-        "transfer.cli.tune.command.worker.measure_drive", lambda *_given: pytest.fail("measured a drive")
-    )
+    monkeypatch.setattr("transfer.cli.tune.worker.measure_drive", lambda *_given: pytest.fail("measured a drive"))
     assert tune.main([*TINY, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["profile"]["drive"] is None
     assert "nvme_swapped" not in tune_report.config_yaml(MachineProfile.load())

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from accelerators.simulated.accelerator import SimulatedAccelerator
+from accelerators.simulated import SimulatedAccelerator
 from accelerators.testing import failing
 from tests.nvme.tools import CHUNK, PREAMBLE, device_copy, files_below, make, patched, same_bits, swap_out, values
 from tests.running import run_python

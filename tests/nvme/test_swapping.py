@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from accelerators.simulated.accelerator import SimulatedAccelerator
+from accelerators.simulated import SimulatedAccelerator
 from accelerators.testing import failing
 from tests.nvme.tools import CHUNK, device_copy, files_below, make, patched, same_bits, swap_out, values
 from transfer import (

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accelerators.simulated.accelerator import SimulatedAccelerator
+from accelerators.simulated import SimulatedAccelerator
 from accelerators.testing import bits
 from transfer import PageableTransfer, PinnedStagedTransfer
 from transfer.testing import from_bits

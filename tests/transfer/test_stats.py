@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from accelerators.simulated.accelerator import SimulatedAccelerator
+from accelerators.simulated import SimulatedAccelerator
 from accelerators.testing import failing
 from transfer import (
     HostToDeviceTransfer,

@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 
-from accelerators.simulated.accelerator import SimulatedAccelerator
+from accelerators.simulated import SimulatedAccelerator
 from tests.zero3.stand_ins import COPY_BACK, Spy, Stage3, SuperOffload, copy_backs, engine_of
 from transfer import AttachError, TransferError, build_transfer
 from transfer.zero3 import engines as zero3

@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from accelerators.simulated.accelerator import SimulatedAccelerator
+from accelerators.simulated import SimulatedAccelerator
 from tests.zero3.stand_ins import Spy, Stage3, SteppingStage3, engine_of
 from transfer import InvalidTensorError, TransferConfig, build_transfer
 from transfer.zero3 import engines as zero3

@@ -18,7 +18,7 @@ import deepspeed
 import torch
 
 import accelerators
-from accelerators.simulated.accelerator import SimulatedAccelerator
+from accelerators.simulated import SimulatedAccelerator
 from transfer import InFlightCopy, PinnedStagedTransfer, build_transfer
 from transfer.zero3 import engines as zero3
 from transfer.zero3 import patching as zero3_hooks

@@ -1,1 +1,1 @@
-"""measured."""
+"""``strategy: measured``: a profile of this machine, and what it says of a copy."""

@@ -15,6 +15,7 @@ from accelerators.hardware import cores, cpu_model, device_name
 from ..memory.host_budget import local_ranks
 from ..schema.fields import refuse
 from ..schema.model import ConfigModel
+from .profile_file import load_profile, save_profile
 
 #: Raised whenever a file written before could be misread.
 FORMAT_VERSION: Literal[1] = 1
@@ -201,9 +202,7 @@ class MachineProfile(ConfigModel):
             ConfigFileError: It cannot be read.
             ConfigError: It is not a profile; every mistake with file, line and key.
         """
-        from .profile_file import load_profile
-
-        return load_profile(path)
+        return load_profile(cls, FORMAT_VERSION, path)
 
     def save(self, path: str | os.PathLike[str] | None = None) -> str:
         """Writes the profile as YAML, whole or not at all; returns the file's name.
@@ -214,8 +213,6 @@ class MachineProfile(ConfigModel):
         Raises:
             ConfigFileError: The file cannot be written; what stood there before is unchanged.
         """
-        from .profile_file import save_profile
-
         return save_profile(self, path)
 
     def mismatch(self, accelerator: Accelerator) -> str | None:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
-from pydantic import ValidationError
+from pydantic import BaseModel
 
 from ..errors import ConfigError, ConfigFileError, ConfigFileNotFoundError, ConfigProblem
-from ..schema.problems import Location, problems_of, shown
+from ..schema.problems import shown, validated
 from ..schema.yaml_file import read_yaml
-from .profile import FORMAT_VERSION, MachineProfile
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
 
 #: The key of the file under which everything stands.
 ROOT = "machine_profile"
@@ -34,8 +35,8 @@ def default_path() -> Path:
     return folder / "host-to-device-transfer" / "profile.yaml"
 
 
-def load_profile(path: str | os.PathLike[str] | None = None) -> MachineProfile | None:
-    """As ``MachineProfile.load``."""
+def load_profile(model: type[ModelT], version: int, path: str | os.PathLike[str] | None = None) -> ModelT | None:
+    """Reads a profile of this ``version`` as a ``model``; see ``MachineProfile.load``."""
     named = path if path is not None else os.environ.get(ENVIRONMENT_VARIABLE, "").strip()
     try:
         content, lines, file = read_yaml(named or default_path())
@@ -49,10 +50,15 @@ def load_profile(path: str | os.PathLike[str] | None = None) -> MachineProfile |
     if not isinstance(content, dict) or set(content) != {ROOT} or not isinstance(section, dict):
         message = f"this is no machine profile: expected one top-level key, {ROOT!r}, with a mapping under it"
         raise ConfigError([ConfigProblem("", message, file, 1)])
-    return _validate(section, file, {location[1:]: line for location, line in lines.items()})
+    lines = {location[1:]: line for location, line in lines.items()}
+    found = section.get("format_version")
+    if found != version or isinstance(found, bool):  # before anything else, which may have other keys there
+        message = f"found {shown(found)}: this version reads format {version}; run `h2d tune` again"
+        raise ConfigError([ConfigProblem(f"{ROOT}.format_version", message, file, lines.get(("format_version",), 1))])
+    return validated(model, section, ROOT, file, {(): 1, **lines})
 
 
-def save_profile(profile: MachineProfile, path: str | os.PathLike[str] | None = None) -> str:
+def save_profile(profile: BaseModel, path: str | os.PathLike[str] | None = None) -> str:
     """As ``MachineProfile.save``."""
     named = path if path is not None else os.environ.get(ENVIRONMENT_VARIABLE, "").strip()
     try:
@@ -65,7 +71,7 @@ def save_profile(profile: MachineProfile, path: str | os.PathLike[str] | None = 
     return str(file)
 
 
-def profile_yaml(profile: MachineProfile) -> str:
+def profile_yaml(profile: BaseModel) -> str:
     """The content of the file, each entry of a list on a line of its own."""
     return yaml.dump({ROOT: profile.model_dump()}, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True)
 
@@ -84,24 +90,6 @@ def _replace(file: Path, text: str) -> None:
         with contextlib.suppress(OSError):
             beside.unlink()
         raise
-
-
-def _validate(section: dict[str, Any], file: str, lines: dict[Location, int]) -> MachineProfile:
-    version = section.get("format_version")
-    if version != FORMAT_VERSION or isinstance(version, bool):  # before anything else, which may have other keys there
-        message = f"found {shown(version)}: this version reads format {FORMAT_VERSION}; run `h2d tune` again"
-        place = lines.get(("format_version",), 1)
-        raise ConfigError([ConfigProblem(f"{ROOT}.format_version", message, file, place)])
-
-    def locate(location: Location) -> tuple[str | None, int | None]:
-        while location not in lines and location:  # a missing key: the nearest enclosing one is shown
-            location = location[:-1]
-        return file, lines.get(location, 1)
-
-    try:
-        return MachineProfile.model_validate(section)
-    except ValidationError as error:
-        raise ConfigError(problems_of(error, MachineProfile, ROOT, locate)) from error
 
 
 class _Dumper(yaml.SafeDumper):

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from accelerators import Accelerator
+from accelerators.errors import REFUSALS
 
 from ..in_flight import EventCopy
 from ..stats import Counters
-from ..strategies.buffered import REFUSALS
 
 #: Chunks queued on one lane before the next lane gets some: a lane that is filled alone, to the depth of
 #: the device's queue, would leave the others idle.

@@ -8,7 +8,7 @@
     transfer.copy(partition, swapped)               # file -> pinned memory -> device, all three at once
     master = nvme.swap_in(swapped)
 
-``swap_file`` is the format, ``swap_directory`` whose files are whose, ``swap_out`` writes, ``open_file`` and
+``file_format`` is the format, ``swap_directory`` whose files are whose, ``writing`` writes, ``open_swapped`` and
 ``read_ahead`` read, ``readers/`` holds every way bytes come from a file. The strategy that carries them on
 to a device is ``transfer/strategies/nvme_swapped.py``.
 """

@@ -1,52 +1,20 @@
-"""Files of swapped values, opened for reading and checked to be what the handle says."""
+"""Regular files, opened for reading."""
 
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ..errors import SwapCorruptedError, SwapError, swap_error
-from .file_format import Header, corrupted, read_header
-
-if TYPE_CHECKING:
-    from .swapped_tensor import SwappedTensor
-
-logger = logging.getLogger("transfer")
 
 #: How file systems refuse O_DIRECT.
 NOT_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
 #: 0 on systems without it.
 O_DIRECT = getattr(os, "O_DIRECT", 0)
-
-
-class OpenFile:
-    """An open file of swapped values.
-
-    Attributes:
-        path: Its path, for messages.
-        descriptor: Reads through the page cache.
-    """
-
-    def __init__(self, path: Path, descriptor: int, direct: int | None) -> None:
-        self.path = path
-        self.descriptor = descriptor
-        self._direct = direct
-
-    @property
-    def direct(self) -> int | None:
-        """Reads past the page cache, in aligned units; None where the file system refuses that."""
-        return self._direct
-
-    def refuse_direct(self) -> None:
-        """From now on reads go through the page cache: the file system opened with O_DIRECT but does not read so."""
-        logger.info("%s cannot be read with O_DIRECT: it is read through the page cache", self.path)
-        self._direct = None
 
 
 @contextmanager
@@ -73,30 +41,6 @@ def opened(path: Path, flags: int = 0) -> Iterator[int]:
         os.close(descriptor)
 
 
-@contextmanager
-def open_swapped(swapped: SwappedTensor, direct: bool = True) -> Iterator[OpenFile]:
-    """The file of a handle, checked.
-
-    Args:
-        swapped: Has at least one element.
-        direct: Whether reads should go past the page cache, where the file system allows it.
-
-    Raises:
-        SwapError: It cannot be opened.
-        SwapCorruptedError: It is too short; or it is one of ours and not the one that was written.
-    """
-    with opened(swapped.path) as descriptor:
-        if swapped.stamp is not None:
-            _check_ours(descriptor, swapped)
-        check_size(descriptor, swapped.path, swapped.offset_bytes, swapped.nbytes)
-        second = _open_direct(swapped.path, descriptor) if direct and O_DIRECT else None
-        try:
-            yield OpenFile(swapped.path, descriptor, second)
-        finally:
-            if second is not None:
-                os.close(second)
-
-
 def check_size(descriptor: int, path: Path, offset_bytes: int, num_bytes: int) -> None:
     """Checks that the values are all there.
 
@@ -111,33 +55,3 @@ def check_size(descriptor: int, path: Path, offset_bytes: int, num_bytes: int) -
             "look at dtype, shape and offset, or restore it",
             str(path),
         )
-
-
-def _check_ours(descriptor: int, swapped: SwappedTensor) -> None:
-    header = read_header(descriptor, swapped.path)
-    if header.stamp != swapped.stamp:
-        raise corrupted(swapped.path, "another file has taken its place since")
-    block_bytes = swapped.checksums.block_bytes if swapped.checksums is not None else header.block_bytes
-    name = str(swapped.dtype).removeprefix("torch.")
-    mine = Header(name, tuple(swapped.shape), swapped.offset_bytes, block_bytes, header.stamp)
-    if mine != header:
-        raise corrupted(
-            swapped.path,
-            f"it holds {header.dtype} {header.shape} from byte {header.offset_bytes} on, and {name} {mine.shape} "
-            f"from byte {mine.offset_bytes} on was wanted",
-        )
-    size = os.fstat(descriptor).st_size
-    if size != header.file_bytes:
-        raise corrupted(swapped.path, f"it was written with {header.file_bytes} bytes and now has {size}")
-
-
-def _open_direct(path: Path, descriptor: int) -> int | None:
-    """A second descriptor of the very file that is open already, or None where O_DIRECT is refused."""
-    try:
-        second = os.open(path, os.O_RDONLY | os.O_CLOEXEC | O_DIRECT)
-    except OSError:
-        return None
-    if not os.path.samestat(os.fstat(second), os.fstat(descriptor)):  # replaced in between
-        os.close(second)
-        return None
-    return second

@@ -14,7 +14,7 @@ from ..errors import SwapError
 from .aligned_memory import ALIGNMENT_BYTES, round_down, round_up
 from .checksums import Checksums
 from .file_format import corrupted
-from .open_file import OpenFile, open_swapped
+from .open_swapped import OpenFile, open_swapped
 from .readers import Reader
 from .readers.posix import PosixReader
 from .threads import start_on

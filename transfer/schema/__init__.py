@@ -1,1 +1,1 @@
-"""schema."""
+"""What every YAML file of ours is checked with: models, fields, lines, and sentences about mistakes."""

@@ -11,13 +11,6 @@ import torch
 from pydantic import BeforeValidator, PlainSerializer
 from pydantic_core import PydanticCustomError
 
-import accelerators.registry
-from accelerators.plugin_registry import nearest
-
-from ..nvme.aligned_memory import ALIGNMENT_BYTES
-from ..nvme.readers.reader import READERS
-from ..registry import explain_unknown_strategy, strategy_names
-
 _UNITS = {
     "B": 1,
     "KiB": 2**10,
@@ -32,8 +25,6 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)")
 MAX_CHUNK_ELEMENTS = 2**30
 MAX_BUFFERS = 64
 MAX_THREADS = 256
-#: In place of a strategy's name.
-MEASURED = "measured"
 
 
 def refuse(reason: str) -> PydanticCustomError:
@@ -103,33 +94,6 @@ def _dtype(value: Any) -> torch.dtype:
     return found
 
 
-def _accelerator(value: Any) -> str:
-    if not isinstance(value, str) or value not in accelerators.registry.available_accelerators():
-        raise refuse(accelerators.registry.explain_unknown(value) + _left_out(value))
-    return value
-
-
-def _strategy(value: Any) -> str:
-    if not isinstance(value, str) or value not in strategy_names():
-        raise refuse(explain_unknown_strategy(value) + _left_out(value))
-    return value
-
-
-def _strategy_or_measured(value: Any) -> str:
-    if value == MEASURED:
-        return MEASURED
-    if isinstance(value, str) and nearest(value, [*strategy_names(), MEASURED]) == MEASURED:
-        raise refuse(f"unknown strategy {value!r}. Did you mean {MEASURED!r}?")
-    return _strategy(value)
-
-
-def _block_bytes(value: Any) -> int:
-    size = parse_size(value)
-    if size < ALIGNMENT_BYTES or size % ALIGNMENT_BYTES:
-        raise refuse(f"expected a multiple of {ALIGNMENT_BYTES} bytes")
-    return size
-
-
 def _threads(value: Any) -> int:
     return _whole(value, "threads", 8, MAX_THREADS)
 
@@ -140,16 +104,16 @@ def _directory(value: Any) -> str:
     return os.path.expanduser(value)  # noqa: PTH111 - stays text, as in the file
 
 
-def _one_of(*choices: str) -> BeforeValidator:
+def one_of(*choices: str) -> BeforeValidator:
     def check(value: Any) -> str:
         if value not in choices:
-            raise refuse(f"expected {' or '.join(choices)}.{_left_out(value)}")
+            raise refuse(f"expected {' or '.join(choices)}.{left_out(value)}")
         return str(value)
 
     return BeforeValidator(check)
 
 
-def _left_out(value: Any) -> str:
+def left_out(value: Any) -> str:
     return " Leave the key out for the default." if value in ("auto", "default") else ""
 
 
@@ -169,18 +133,6 @@ SizeBytes = Annotated[int | None, BeforeValidator(parse_size)]
 DtypeName = Annotated[Any, BeforeValidator(_dtype), PlainSerializer(lambda dtype: str(dtype).removeprefix("torch."))]
 #: True or false, and nothing that merely looks like it. None only as a default.
 Flag = Annotated[bool | None, BeforeValidator(_flag)]
-AcceleratorName = Annotated[str, BeforeValidator(_accelerator)]
-StrategyName = Annotated[str, BeforeValidator(_strategy)]
-#: A strategy, or ``measured``: each copy takes the one that a profile of the machine says is fastest.
-StrategyOrMeasured = Annotated[str, BeforeValidator(_strategy_or_measured)]
-#: When ZeRO-3 waits for a copy-back. None only as a default.
-Completion = Annotated[str, _one_of("deferred", "immediate")]
-#: Where values are cast.
-Cast = Annotated[str, _one_of("device", "host")]
-#: What reads files.
-ReaderName = Annotated[str, _one_of(*READERS)]
-#: A size in bytes that is a multiple of 4096.
-BlockBytes = Annotated[int, BeforeValidator(_block_bytes)]
 #: A whole number of threads, from 1 to 256.
 ThreadCount = Annotated[int, BeforeValidator(_threads)]
 #: A directory; ``~`` stands for the home directory. None only as a default.

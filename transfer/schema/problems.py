@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
 from accelerators.plugin_registry import nearest
 
-from ..errors import ConfigProblem
+from ..errors import ConfigError, ConfigProblem
 
 Location = tuple[int | str, ...]
 #: Where a location stands: its file and line.
@@ -49,6 +49,36 @@ def problems_of(
         file, line = locate(location)
         problems.append(ConfigProblem(dotted(prefix, location), _sentence(entry, model), file, line))
     return problems
+
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
+
+
+def validated(
+    model: type[ModelT], content: Mapping[str, Any], prefix: str, file: str | None, lines: Mapping[Location, int]
+) -> ModelT:
+    """``content`` as a ``model``.
+
+    Args:
+        model: The root model.
+        content: What stands under ``prefix``.
+        prefix: Dotted path of the content, for messages.
+        file: The file that it comes from, if any.
+        lines: The line of each key in that file. A missing key has none: the nearest enclosing one is shown.
+
+    Raises:
+        ConfigError: Every mistake, with its place.
+    """
+
+    def locate(location: Location) -> tuple[str | None, int | None]:
+        while location and location not in lines:
+            location = location[:-1]
+        return file, lines.get(location)
+
+    try:
+        return model.model_validate(content)
+    except ValidationError as error:
+        raise ConfigError(problems_of(error, model, prefix, locate)) from error
 
 
 def dotted(prefix: str, location: Location) -> str:

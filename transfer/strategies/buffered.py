@@ -11,18 +11,14 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from accelerators import Accelerator, AcceleratorError
+from accelerators import Accelerator
 
 from ..accelerator_choice import accelerator_errors
-from ..errors import FallbackWarning, StrategyUnavailableError
+from ..errors import FallbackWarning, StrategyUnavailableError, warn_caller
 from ..in_flight import InFlightCopy
 from ..interface import HostToDeviceTransfer
 from ..schema.model import StrategyConfig
 from ..stats import StrategyStats, merged
-from ..warn import warn_caller
-
-#: What pinning may raise when it is refused: torch's errors, the system's, and a vendor's.
-REFUSALS = (RuntimeError, MemoryError, OSError, AcceleratorError)
 
 
 class Held(Protocol):

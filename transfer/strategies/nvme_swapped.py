@@ -6,33 +6,49 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import BeforeValidator
 from torch import Tensor
 
 from accelerators import Accelerator
+from accelerators.errors import REFUSALS
 
-from ..errors import ConfigError, FallbackWarning
+from ..errors import ConfigError, FallbackWarning, warn_caller
 from ..in_flight import InFlightCopy
 from ..memory.scratch_ring import ScratchLanes
 from ..memory.staging_ring import StagingBuffer
 from ..nvme.aligned_memory import ALIGNMENT_BYTES, buffer_of, round_up
 from ..nvme.checksums import BLOCK_BYTES
 from ..nvme.read_ahead import Chunk, reading
-from ..nvme.readers import Reader, make_reader
+from ..nvme.readers import READERS, Reader, make_reader
 from ..nvme.swapped_tensor import SwappedTensor
 from ..nvme.writing import swap_out
-from ..schema.fields import BlockBytes, BufferCount, Cast, Directory, Elements, Flag, ReaderName, ThreadCount
+from ..schema.fields import BufferCount, Directory, Elements, Flag, ThreadCount, one_of, parse_size, refuse
 from ..schema.model import StrategyConfig
-from ..warn import warn_caller
 from ._nvme_holdings import NvmeHoldings
 from ._nvme_routes import DeviceCastRoute, HostCastRoute, HostMemory, PlainRoute, Route
-from .buffered import REFUSALS, ExclusiveTransfer
+from .buffered import ExclusiveTransfer
 from .pinned_staged import PinnedStagedTransfer
 
 #: One casts on the device while the other fills.
 _LANES = 2
+
+
+def _block_bytes(value: Any) -> int:
+    size = parse_size(value)
+    if size < ALIGNMENT_BYTES or size % ALIGNMENT_BYTES:
+        raise refuse(f"expected a multiple of {ALIGNMENT_BYTES} bytes")
+    return size
+
+
+#: Where values are cast.
+Cast = Annotated[str, one_of("device", "host")]
+#: What reads files.
+ReaderName = Annotated[str, one_of(*READERS)]
+#: A size in bytes that is a multiple of 4096.
+BlockBytes = Annotated[int, BeforeValidator(_block_bytes)]
 
 
 class NvmeSwappedConfig(StrategyConfig):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from accelerators import Accelerator
+from accelerators.errors import REFUSALS
 
 from ..in_flight import InFlightCopy
 from ..interface import HOST_WAITS
@@ -21,7 +22,7 @@ from ..memory.scratch_ring import ScratchLanes
 from ..schema.fields import BufferCount, Elements, Flag, SizeBytes
 from ..schema.model import StrategyConfig
 from ._direct_holdings import DirectHoldings, mapped_views
-from .buffered import REFUSALS, ExclusiveTransfer
+from .buffered import ExclusiveTransfer
 from .pinned_staged import PinnedStagedTransfer
 
 #: Refusals of different storages after which no other is tried.

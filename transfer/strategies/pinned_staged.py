@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from accelerators import Accelerator
+from accelerators.errors import REFUSALS
 
-from ..errors import PinnedMemoryWarning
+from ..errors import PinnedMemoryWarning, warn_caller
 from ..in_flight import EventCopy, InFlightCopy
 from ..memory.chunks import paired_chunks
 from ..memory.staging_ring import StagingRing
 from ..schema.fields import BufferCount, Elements
 from ..schema.model import StrategyConfig
-from ..warn import warn_caller
-from .buffered import REFUSALS, ExclusiveTransfer
+from .buffered import ExclusiveTransfer
 from .pageable import PageableTransfer
 
 

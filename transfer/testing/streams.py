@@ -7,7 +7,7 @@ import threading
 import torch
 
 from accelerators import Accelerator
-from accelerators.simulated.accelerator import SimulatedAccelerator
+from accelerators.simulated import SimulatedAccelerator
 from accelerators.testing import fetch, skip_without
 
 from ..interface import HostToDeviceTransfer

@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 
-from accelerators.simulated.accelerator import SimulatedAccelerator
+from accelerators.simulated import SimulatedAccelerator
 from accelerators.testing import failing
 from tests.transfer.direct_tools import BF16, MODES, PAGE, Recorder, direct, empty
 from transfer import FallbackWarning, PinnedDirectTransfer, StrategyUnavailableError, build_transfer

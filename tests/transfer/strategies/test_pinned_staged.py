@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-from accelerators.simulated.accelerator import SimulatedAccelerator
+from accelerators.simulated import SimulatedAccelerator
 from accelerators.testing import failing
 from tests.running import run_python
 from transfer import (

@@ -1,1 +1,1 @@
-"""bench_copy."""
+"""``h2d bench``: single copies, beside what others do."""

@@ -1,1 +1,1 @@
-"""bench_zero3."""
+"""``h2d bench zero3``: whole ZeRO-3 steps, with and without this package."""

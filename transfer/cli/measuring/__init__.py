@@ -1,1 +1,1 @@
-"""measuring."""
+"""What the measuring commands share: ranks, baselines, options, tables."""

@@ -1,1 +1,1 @@
-"""tune."""
+"""``h2d tune``: measures this machine and writes its profile."""

@@ -48,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
             not_measured = " The drive was not measured either." if options.nvme is not None else ""
             return _nothing_to_tune(accelerator.name, obstacle + not_measured, options.json)
         fields = launch(
-            "transfer.cli.tune.command.worker:run", _worker_options(options), options.ranks, threads=options.threads
+            "transfer.cli.tune.worker:run", _worker_options(options), options.ranks, threads=options.threads
         )
         profile = MachineProfile.model_validate(fields)
         file = profile.save(options.output)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from accelerators import Accelerator
+from accelerators.errors import REFUSALS
 
-from ...strategies.buffered import REFUSALS
 from ..measuring.ranks import Ranks
 
 #: What is copied, as in ZeRO-3.

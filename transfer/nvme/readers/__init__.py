@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from .reader import Reader, make_reader
+from .choose import READERS, make_reader
+from .reader import Reader
 
-__all__ = ["Reader", "make_reader"]
+__all__ = ["READERS", "Reader", "make_reader"]

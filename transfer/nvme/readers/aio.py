@@ -14,7 +14,7 @@ from typing import Any
 
 from accelerators import deepspeed_aio
 
-from ..open_file import OpenFile
+from ..open_swapped import OpenFile
 from .posix import PosixReader
 from .reader import Reader
 

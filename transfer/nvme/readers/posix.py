@@ -7,7 +7,8 @@ import os
 
 from ...errors import SwapCorruptedError, swap_error
 from ..aligned_memory import ALIGNMENT_BYTES
-from ..open_file import NOT_DIRECT, OpenFile
+from ..open_file import NOT_DIRECT
+from ..open_swapped import OpenFile
 from .reader import Reader
 
 

@@ -1,14 +1,11 @@
-"""What a reader is, and which ones there are."""
+"""What a reader is."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
-from ..open_file import OpenFile
-
-#: The names that a configuration may say.
-READERS = ("posix", "aio")
+from ..open_swapped import OpenFile
 
 
 class Reader(ABC):
@@ -37,24 +34,3 @@ class Reader(ABC):
 
     def close(self) -> None:
         """Gives back what the reader holds; it can be used again."""
-
-
-def make_reader(name: str) -> tuple[Reader, str | None]:
-    """The reader of this name, or what stands in for it.
-
-    Returns:
-        The reader, and why it is another one than was asked for, as one sentence, or None.
-
-    Raises:
-        ValueError: There is none of this name.
-    """
-    from .posix import PosixReader
-
-    if name not in READERS:
-        raise ValueError(f"there is no reader {name!r}, only {' and '.join(READERS)}")
-    if name == "aio":
-        from .aio import AioReader, why_not_aio
-
-        reason = why_not_aio()
-        return (AioReader(), None) if reason is None else (PosixReader(), reason)
-    return PosixReader(), None
