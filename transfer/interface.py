@@ -133,6 +133,14 @@ class HostToDeviceTransfer(ABC):
         """What was done since this object was made, for each strategy that took part; never reset."""
         return {self.name or type(self).__name__: self._counters.total}
 
+    def why_not(self, destination: Tensor, source: Tensor | SwappedTensor) -> str | None:  # noqa: ARG002
+        """Why this strategy cannot make a copy, in one sentence, or None where it can.
+
+        Pure, and a matter of microseconds: it pins nothing and copies nothing. What a strategy can do but would be
+        slow at is the policy's business.
+        """
+        return None
+
     def submit(self, destination: Tensor, source: Tensor | SwappedTensor) -> InFlightCopy:
         """Starts a copy. How long it blocks is the strategy's to say; ``pageable`` until the end.
 
