@@ -22,6 +22,11 @@ class AcceleratorChoice:
         self.given = given
         self._checked: Accelerator | None = None
 
+    @property
+    def name(self) -> str | None:
+        """What was given, by name."""
+        return self.given if self.given is None or isinstance(self.given, str) else self.given.name
+
     def resolve(self) -> Accelerator:
         """The accelerator, checked once for the protocol and for being available.
 

@@ -8,6 +8,7 @@
     ├── UnsupportedDtypeError       (TypeError)    a pair of dtypes without a faithful copy
     ├── NotATensorError             (TypeError)    something that is no tensor at all
     ├── StrategyUnavailableError    (RuntimeError) the strategy cannot run here, and may not be replaced
+    ├── TransferBusyError           (RuntimeError) a submit in the middle of another one of the same thread
     ├── AcceleratorFailedError      (RuntimeError) an error of ``accelerators``, chained
     ├── ForkedProcessError          (RuntimeError) a transfer of the parent process used in a child
     ├── AttachError                 (TypeError)    an engine that ``transfer.zero3`` cannot serve
@@ -67,6 +68,13 @@ class NotATensorError(TransferError, TypeError):
 
 class StrategyUnavailableError(TransferError, RuntimeError):
     """The strategy cannot run here and ``fallback`` is false; nothing was written."""
+
+
+class TransferBusyError(TransferError, RuntimeError):
+    """A signal handler or a finalizer submits in the middle of a submit or close of its own thread.
+
+    The buffers are in use, so nothing of the inner copy has begun; the outer one is not touched.
+    """
 
 
 class AcceleratorFailedError(TransferError, RuntimeError):

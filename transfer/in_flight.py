@@ -122,5 +122,20 @@ def finish_stream(accelerator: Accelerator, stream: Any, device_index: int | Non
         accelerator.synchronize(device_index)
 
 
+def finished_copy(
+    accelerator: Accelerator, destination: Tensor, source: Tensor, counters: Counters | None = None
+) -> InFlightCopy:
+    """``destination.copy_(source)`` on the current stream of the destination's device; blocks until it has ended."""
+    started = time.perf_counter()
+    index = destination.device.index
+    stream = accelerator.current_stream(index)
+    with accelerator.stream(stream):
+        accelerator.enqueue_copy(destination, source)
+    finish_stream(accelerator, stream, index)
+    if counters is not None:
+        counters.add(pieces=1, wait_seconds=time.perf_counter() - started)
+    return FINISHED
+
+
 #: Shared by every copy that had nothing to do or was finished when ``submit`` returned.
 FINISHED = InFlightCopy()

@@ -11,26 +11,22 @@ import contextlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from contextvars import ContextVar
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from accelerators import Accelerator
+from accelerators import Accelerator, AcceleratorError
 
-from .accelerator_choice import AcceleratorChoice, accelerator_errors
-from .errors import ForkedProcessError, NotATensorError
-from .in_flight import FINISHED, InFlightCopy
+from .accelerator_choice import AcceleratorChoice
+from .errors import AcceleratorFailedError, ForkedProcessError, NotATensorError, StrategyUnavailableError
+from .in_flight import FINISHED, InFlightCopy, finished_copy
 from .nvme.swapped_tensor import SwappedTensor
 from .profiling import named_range
 from .schema.model import StrategyConfig, strategy_config
 from .stats import Counters, StrategyStats
 from .validation import validate
-
-#: Whether the caller of ``_submit`` waits for the copy at once, and so has nothing else for the host to do.
-HOST_WAITS: ContextVar[bool] = ContextVar("HOST_WAITS", default=False)
 
 
 class HostToDeviceTransfer(ABC):
@@ -48,16 +44,16 @@ class HostToDeviceTransfer(ABC):
        new value, and the next transfer works. Errors that are not ours arrive as they are.
     6. The copy runs after the work that is queued on the caller's current stream of the
        destination's device. Other streams are the caller's business.
+    7. A strategy does one thing: what it cannot do raises ``StrategyUnavailableError`` before anything is
+       written. What ``build_transfer`` returns takes another strategy then.
 
-    A registered strategy is made as ``Strategy(config, accelerator, fallback=...)``. Thread-safe:
-    threads may share one object. After a fork, the child gets ``ForkedProcessError``.
+    Thread-safe: threads may share one object. After a fork, the child gets ``ForkedProcessError``.
 
     Args:
         config: An instance of ``Config``, a mapping with its fields, or None for its defaults.
         accelerator: An ``Accelerator``, a registered name, or None for what
             ``accelerators.get_accelerator()`` returns; nothing is called before the first transfer.
-        fallback: Whether a slower strategy may stand in, with one ``FallbackWarning``, where this
-            one cannot run. False: ``StrategyUnavailableError`` instead.
+        fallback: Accepted and not used: falling back is up to what ``build_transfer`` returns.
         **options: Fields of ``Config`` by name, in place of ``config``.
 
     Raises:
@@ -77,8 +73,14 @@ class HostToDeviceTransfer(ABC):
     config: Any = None
     fallback: bool = True
     _choice: AcceleratorChoice = AcceleratorChoice()
-    _resolved: Accelerator | None = None
+    _resolved: Accelerator | None = None  # in use since the last copy
     _process: int | None = None
+    _counters: Counters
+
+    def __new__(cls, *_args: Any, **_options: Any) -> Self:
+        made = super().__new__(cls)
+        made._counters = Counters()  # here, for subclasses that leave out ``super().__init__``
+        return made
 
     def __init__(
         self,
@@ -93,25 +95,20 @@ class HostToDeviceTransfer(ABC):
         self._choice = AcceleratorChoice(accelerator)
 
     def __repr__(self) -> str:
-        given = self._choice.given
-        name = given if given is None or isinstance(given, str) else given.name
-        return f"{type(self).__name__}({self.config!r}, accelerator={name!r}, fallback={self.fallback})"
+        return f"{type(self).__name__}({self.config!r}, accelerator={self._choice.name!r})"
 
     @property
     def accelerator(self) -> Accelerator:
         """The accelerator in use; one that was not named follows ``get_accelerator()``.
 
-        Where it has changed since the last copy, ``close`` is called first, which may block: what
-        is pinned belongs to the accelerator before.
+        Where it has changed since the last copy, ``close`` is called first, which may block.
 
         Raises:
             AcceleratorFailedError: It is unknown, not an accelerator, or not available here.
         """
         current = self._choice.resolve()
         if current is not self._resolved:
-            if self._resolved is not None:
-                self.close()
-            self._resolved = current
+            self._use(current)
         return current
 
     @property
@@ -131,13 +128,12 @@ class HostToDeviceTransfer(ABC):
 
     def stats(self) -> dict[str, StrategyStats]:
         """What was done since this object was made, for each strategy that took part; never reset."""
-        return {self.name or type(self).__name__: self._counters.total}
+        return {self._label: self._counters.total}
 
     def why_not(self, destination: Tensor, source: Tensor | SwappedTensor) -> str | None:  # noqa: ARG002
-        """Why this strategy cannot make a copy, in one sentence, or None where it can.
+        """Why this strategy cannot make a copy from the host to the device, in one sentence, or None if it can.
 
-        Pure, and a matter of microseconds: it pins nothing and copies nothing. What a strategy can do but would be
-        slow at is the policy's business.
+        Pure, and a matter of microseconds. What a strategy can do slowly is a row of the policy, and no reason here.
         """
         return None
 
@@ -157,37 +153,19 @@ class HostToDeviceTransfer(ABC):
             be read, freed, or written, by another copy of this object either: nothing orders the two.
 
         Raises:
+            StrategyUnavailableError: This strategy cannot make the copy (``why_not``), or the system refuses what it
+                needs. Nothing is written then.
             TransferError: The tensors or the accelerator are refused; see ``transfer.errors``.
             Exception: What the accelerator itself raises, as it is. Nothing is in flight then, and
                 each element of the destination is its old or its new value.
         """
-        self._check_process()
-        if not validate(destination, source):
-            return FINISHED
-        if isinstance(source, Tensor):
-            source = source.detach()
-        elif not self.reads_swapped:
-            raise NotATensorError(
-                f"{type(self).__name__} copies tensors: {source} is read by `nvme_swapped`, by what build_transfer "
-                "returns, or by transfer.nvme.reading"
-            )
-        with self._draining(self.accelerator, destination), torch.no_grad():
-            return self._run(destination.detach(), source)
+        return self._start(destination, source, waits=False)
 
     def copy(self, destination: Tensor, source: Tensor | SwappedTensor) -> None:
-        """``submit``, then ``wait``: blocks until the destination holds the values.
-
-        Raises:
-            TransferError: As ``submit``.
-            Exception: As ``submit``, also from waiting.
-        """
-        before = HOST_WAITS.set(True)
-        try:
-            copy = self.submit(destination, source)
-        finally:
-            HOST_WAITS.reset(before)
+        """``submit``, then ``wait``: blocks until the destination holds the values; raises what they raise."""
+        copy = self._start(destination, source, waits=True)
         if copy is not FINISHED:
-            with self._draining(self.accelerator, destination):
+            with self._draining(destination):
                 copy.wait()
 
     def prepare(self, source: Tensor) -> None:
@@ -197,7 +175,7 @@ class HostToDeviceTransfer(ABC):
         what is prepared already is cheap. By default nothing is done.
 
         Raises:
-            StrategyUnavailableError: It is refused and ``fallback`` is false. Nothing has changed then.
+            StrategyUnavailableError: It is refused. Nothing has changed then.
         """
 
     def unprepare(self, source: Tensor) -> None:
@@ -208,29 +186,19 @@ class HostToDeviceTransfer(ABC):
         """
 
     def drain(self) -> None:
-        """Blocks until the device has nothing left to do; for after an error, when copies may be unknown.
-
-        Raises:
-            Exception: What the accelerator reports.
-        """
+        """Blocks until the device has nothing left to do, for after an error; raises what the accelerator reports."""
         if self._resolved is not None and not self._is_forked:
             self._resolved.synchronize()
 
     def is_host_to_device(self, destination: Tensor, source: Tensor | SwappedTensor) -> bool:
-        """Whether a copy would cross from host memory, or from a file, to this transfer's accelerator.
-
-        Raises:
-            AcceleratorFailedError: The accelerator is unknown or not available here.
-        """
-        accelerator = self.accelerator
-        from_host = not isinstance(source, Tensor) or accelerator.on_host(source)
-        return accelerator.on_device(destination) and from_host
+        """Whether a copy goes from host memory, or from a file, to ``accelerator``, whose errors it raises."""
+        return _is_host_to_device(self.accelerator, destination, source)
 
     def close(self) -> None:
         """Waits for what is in flight and gives back every pinned byte.
 
-        Closing twice is fine. A closed object holds nothing; a later ``submit`` pins anew. In a
-        fork of the process that used it, nothing is done.
+        Idempotent. A closed object holds nothing; a later ``submit`` pins anew. In a fork of the process that
+        used it, nothing is done.
 
         Raises:
             Exception: What the accelerator reports while it is waited for. What could not be given
@@ -243,50 +211,81 @@ class HostToDeviceTransfer(ABC):
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _run(self, destination: Tensor, source: Any) -> InFlightCopy:
-        """``_submit``, counted and marked for profilers."""
-        with named_range(self.accelerator, self.name or type(self).__name__):
-            copy = self._submit(destination, source)
-        self._counters.add(copies=1, num_bytes=destination.numel() * destination.element_size())
-        return copy
+    def _start(self, destination: Tensor, source: Any, *, waits: bool) -> InFlightCopy:
+        self._check_process()
+        if not validate(destination, source):
+            return FINISHED
+        if isinstance(source, Tensor):
+            source = source.detach()
+        elif not self.reads_swapped:
+            raise NotATensorError(
+                f"{type(self).__name__} copies tensors: {source} is read by `nvme_swapped`, by what build_transfer "
+                "returns, or by transfer.nvme.swap_in"
+            )
+        accelerator = self.accelerator
+        with self._draining(destination), torch.no_grad():
+            return self._run(accelerator, destination.detach(), source, waits)
 
-    def _pass_on(self, strategy: HostToDeviceTransfer, destination: Tensor, source: Any) -> InFlightCopy:
-        """Lets another strategy make a copy that ``_submit`` was asked for."""
-        strategy._check_process()
-        copy = strategy._run(destination, source)
-        num_bytes = destination.numel() * destination.element_size()
-        self._counters.add(copies=-1, num_bytes=-num_bytes, passed_on=1)  # _run will count it here too
-        return copy
+    def _run(self, accelerator: Accelerator, destination: Tensor, source: Any, waits: bool) -> InFlightCopy:
+        """One copy: a plain one within the host or the device, else the strategy's own, if it can make it."""
+        if isinstance(source, Tensor) and not _is_host_to_device(accelerator, destination, source):
+            copy = finished_copy(accelerator, destination, source, self._counters)
+            self._counters.add(copies=1, bytes=destination.nbytes)
+            return copy
+        obstacle = self.why_not(destination, source)
+        if obstacle is not None:
+            raise StrategyUnavailableError(f"`{self._label}` cannot make this copy. {obstacle}")
+        return self._perform(accelerator, destination, source, waits)
 
-    @property
-    def _counters(self) -> Counters:
-        counters: Counters = self.__dict__.setdefault("_counts", Counters())
-        return counters
+    def _perform(self, accelerator: Accelerator, destination: Tensor, source: Any, waits: bool) -> InFlightCopy:
+        """Makes a copy that ``why_not`` has let pass, counted and marked for profilers."""
+        if accelerator is not self._resolved:
+            self._use(accelerator)
+        with named_range(accelerator, self._label):
+            copy = (self._submit_for_copy if waits else self._submit)(destination, source)
+        self._counters.add(copies=1, bytes=destination.nbytes)
+        return copy
 
     @abstractmethod
     def _submit(self, destination: Tensor, source: Any) -> InFlightCopy:
-        """Starts a copy that ``submit`` has validated.
+        """Starts a copy from the host to the device that ``submit`` has validated and ``why_not`` has let pass.
 
-        Called under ``no_grad`` with detached tensors of equal shape and at least one element. The source is a
-        ``SwappedTensor`` at times where the class ``reads_swapped``.
-        When it raises, ``submit`` waits for the device before the error goes on to the caller.
+        Called under ``no_grad`` with detached tensors of equal shape and at least one element, or with a
+        ``SwappedTensor`` where the class ``reads_swapped``. When it raises, ``submit`` waits for the device.
+
+        Raises:
+            StrategyUnavailableError: The system refuses what the strategy needs. Nothing may be written then.
         """
 
-    @staticmethod
+    def _submit_for_copy(self, destination: Tensor, source: Any) -> InFlightCopy:
+        """As ``_submit``, for ``copy``, which waits at once, so that the host has nothing else to do meanwhile."""
+        return self._submit(destination, source)
+
+    def _use(self, accelerator: Accelerator) -> None:
+        """From now on copies go to this accelerator; what is held belongs to the one before."""
+        if self._resolved is not None:
+            self.close()
+        self._resolved = accelerator
+
     @contextlib.contextmanager
-    def _draining(accelerator: Accelerator, destination: Tensor) -> Iterator[None]:
+    def _draining(self, destination: Tensor) -> Iterator[None]:
         """Waits for the device before any exception goes on; errors of ``accelerators`` become ours."""
         try:
-            with accelerator_errors():
-                yield
-        except BaseException:
+            yield
+        except BaseException as error:
             with contextlib.suppress(Exception):
-                accelerator.synchronize(destination.device.index)
+                self.accelerator.synchronize(destination.device.index)
+            if isinstance(error, AcceleratorError):
+                raise AcceleratorFailedError(str(error)) from error
             raise
 
     @property
+    def _label(self) -> str:
+        return self.name or type(self).__name__
+
+    @property
     def _is_forked(self) -> bool:
-        return self._process is not None and self._process != os.getpid()
+        return self._process not in (None, os.getpid())
 
     def _check_process(self) -> None:
         if self._is_forked:
@@ -295,3 +294,7 @@ class HostToDeviceTransfer(ABC):
                 f"in its fork {os.getpid()}; build a new one there"
             )
         self._process = os.getpid()
+
+
+def _is_host_to_device(accelerator: Accelerator, destination: Tensor, source: Any) -> bool:
+    return accelerator.on_device(destination) and (not isinstance(source, Tensor) or accelerator.on_host(source))

@@ -16,7 +16,7 @@ class StrategyStats:
         pieces: Chunks that it cut them into.
         wait_seconds: Seconds that the host was blocked for: waits for the device, and copies that block.
         cast_seconds: Seconds that the host spent casting into staging buffers.
-        passed_on: Copies that it handed to another strategy, which counts them.
+        passed_on: Copies that were meant for it and that another strategy made and counted.
         read_seconds: Seconds that the host waited for a file to be read.
     """
 
@@ -29,38 +29,37 @@ class StrategyStats:
     read_seconds: float = 0.0
 
     def __add__(self, other: StrategyStats) -> StrategyStats:
-        return StrategyStats(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
+        return StrategyStats(*(getattr(self, name) + getattr(other, name) for name in _NAMES))
 
     def __sub__(self, other: StrategyStats) -> StrategyStats:
-        return StrategyStats(*(getattr(self, each.name) - getattr(other, each.name) for each in fields(self)))
+        return StrategyStats(*(getattr(self, name) - getattr(other, name) for name in _NAMES))
+
+
+_NAMES = tuple(each.name for each in fields(StrategyStats))
 
 
 class Counters:
     """The counts of one strategy while it works. Thread-safe."""
 
     def __init__(self) -> None:
-        self._total = StrategyStats()
+        self._counts: dict[str, int | float] = dict.fromkeys(_NAMES, 0)
         self._lock = threading.RLock()  # a signal handler may copy in the middle of an addition
 
-    def add(
-        self,
-        *,
-        copies: int = 0,
-        num_bytes: int = 0,
-        pieces: int = 0,
-        wait_seconds: float = 0.0,
-        cast_seconds: float = 0.0,
-        passed_on: int = 0,
-        read_seconds: float = 0.0,
-    ) -> None:
-        """Adds to the counts."""
-        more = StrategyStats(copies, num_bytes, pieces, wait_seconds, cast_seconds, passed_on, read_seconds)
+    def add(self, **counts: int | float) -> None:
+        """Adds to the counts.
+
+        Args:
+            **counts: Fields of ``StrategyStats``.
+        """
         with self._lock:
-            self._total += more
+            for name, more in counts.items():
+                self._counts[name] += more
 
     @property
     def total(self) -> StrategyStats:
-        return self._total
+        """The counts up to now."""
+        with self._lock:
+            return StrategyStats(**self._counts)  # type: ignore[arg-type]  # whole numbers stay whole
 
 
 def merged(*several: dict[str, StrategyStats]) -> dict[str, StrategyStats]:

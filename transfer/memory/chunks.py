@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -49,31 +49,6 @@ def paired_chunks(destination: Tensor, source: Tensor, chunk_elements: int) -> I
         return
     for offset, length in plan_chunks(destination.shape[0], rows):
         yield destination.narrow(0, offset, length), source.narrow(0, offset, length)
-
-
-def cut_at(chunks: Iterable[tuple[Tensor, Tensor]], addresses: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Cuts chunks further, so that no source chunk has one of these addresses inside it.
-
-    Args:
-        chunks: Pairs as ``paired_chunks`` yields them, whose sources are contiguous.
-        addresses: Of elements of the source, in order.
-    """
-    for destination, source in chunks:
-        begin, size = source.data_ptr(), source.element_size()
-        inside = [address for address in addresses if begin < address < begin + source.numel() * size]
-        if not inside:
-            yield destination, source
-            continue
-        elements = (inside[0] - begin) // size
-        rows = elements // max(1, source.numel() // source.shape[0])
-        # A cut within a row, where there are rows, asks for that row alone first.
-        at = rows if rows > 0 else 1
-        if source.dim() > 1 and rows == 0 and source.shape[0] == 1:
-            yield from cut_at([(destination[0], source[0])], addresses)
-            continue
-        first = (destination.narrow(0, 0, at), source.narrow(0, 0, at))
-        rest = (destination.narrow(0, at, source.shape[0] - at), source.narrow(0, at, source.shape[0] - at))
-        yield from cut_at([first, rest], addresses)
 
 
 def views_of_range(tensor: Tensor, begin: int, end: int) -> Iterator[Tensor]:

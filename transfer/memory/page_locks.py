@@ -7,20 +7,18 @@ interrupt at any point leaves nothing that nobody would give back.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import threading
 import weakref
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from accelerators import Accelerator
 
-#: Registrations that one call refuses are tried again in so many pieces.
-_PIECES = (1, 4, 16, 64)
-#: Host pages are multiples of this many bytes; pieces meet at such an address.
-_PAGE_BYTES = 4096
+#: States of a registration. An interrupt leaves open whether it was made or undone.
+_FREE, _REGISTERED, _UNCERTAIN, _LEAVING = "free", "registered", "uncertain", "leaving"
 
 
 class PageLock:
@@ -39,16 +37,16 @@ class PageLock:
         self.address = storage.data_ptr()
         self.num_bytes = storage.nbytes()
         self.owners: set[object] = set()
-        self._pieces: list[tuple[int, int]] = []  # address and bytes of each registration
-        self._uncertain: set[tuple[int, int]] = set()  # those of which an interrupt left open whether they are made
-        self._whole = False  # whether they cover the storage
+        self._begin = self.address - self.address % accelerator.capabilities.register_alignment_bytes
+        self._length = self.address + self.num_bytes - self._begin
+        self._state = _FREE
 
     @property
     def is_current(self) -> bool:
         """Whether the storage lives, is where it was when it was registered, and still is registered."""
         storage = self._storage()
         return (
-            self._whole
+            self._state == _REGISTERED
             and self._process == os.getpid()
             and storage is not None
             and storage.data_ptr() == self.address
@@ -58,22 +56,13 @@ class PageLock:
     @property
     def held_bytes(self) -> int:
         """Bytes that are registered now: of the storage, or what of it could not be given back."""
-        if self._process != os.getpid():
+        if self._process != os.getpid() or self._state == _FREE:
             return 0
-        return self.num_bytes if self.is_current else sum(num_bytes for _, num_bytes in tuple(self._pieces))
+        return self.num_bytes if self.is_current else self._length
 
     def covers(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is a view of this storage, which is registered where it is now."""
         return self._storage() is tensor.untyped_storage() and self.is_current
-
-    def cuts(self, tensor: Tensor) -> list[int]:
-        """Addresses inside a contiguous view at which a registration ends and the next begins.
-
-        A copy that spans two registrations fails, or is slow, so chunks end there.
-        """
-        begin = tensor.data_ptr()
-        end = begin + tensor.numel() * tensor.element_size()
-        return sorted(piece for piece, _ in self._pieces if begin < piece < end)
 
     def register(self) -> None:
         """Page-locks the storage.
@@ -82,67 +71,37 @@ class PageLock:
             Exception: What the accelerator raised, or a ``RuntimeError`` where it answers False. Nothing
                 is registered then, but for ``held_bytes`` that could not be given back.
         """
-        tries = [number for number in _PIECES if number == 1 or self.num_bytes > number * _PAGE_BYTES]
-        for number in tries[:-1]:
-            with contextlib.suppress(Exception):
-                self._register(number)
-                return
-        self._register(tries[-1])
-
-    def _register(self, number: int) -> None:
         try:
-            for begin, end in self._plan(number):
-                self._register_piece((begin, end - begin))
-            self._whole = True
+            # Written down before: an interrupt arrives when the long call returns, and so after the registration.
+            self._state = _UNCERTAIN
+            if not self._accelerator.register_host_memory(self._begin, self._length):
+                raise RuntimeError(f"{self._accelerator.name} cannot page-lock existing memory")
+            self._state = _REGISTERED
+        except Exception:
+            self._state = _FREE  # by the protocol, nothing has changed then
+            raise
         except BaseException:
             self.unregister()
             raise
 
-    def _register_piece(self, piece: tuple[int, int]) -> None:
-        # Written down before: an interrupt arrives when the long call returns, and so after the registration.
-        self._pieces.append(piece)
-        try:
-            if not self._accelerator.register_host_memory(*piece):
-                raise RuntimeError(f"{self._accelerator.name} cannot page-lock existing memory")
-        except Exception:
-            self._pieces.remove(piece)  # by the protocol, nothing has changed then
-            raise
-        except BaseException:
-            self._uncertain.add(piece)
-            raise
-
     def unregister(self) -> None:
-        """Gives the storage back. The caller has waited for every copy that reads it. Twice is fine.
+        """Gives the storage back. The caller has waited for every copy that reads it. Idempotent.
 
         Raises:
             Exception: What the accelerator raised; what it did not give back is tried again next time.
         """
-        self._whole = False
-        while self._pieces and self._process == os.getpid():
-            try:
-                piece = self._pieces.pop()  # first, so that being entered again asks for each once
-            except IndexError:  # a finalizer in another thread was quicker
-                return
-            try:
-                self._accelerator.unregister_host_memory(piece[0])
-            except Exception:
-                if piece in self._uncertain:  # it never was registered, or no longer is
-                    continue
-                self._pieces.append(piece)
+        state, self._state = self._state, _FREE  # first, so that being entered again asks once
+        if state == _FREE or self._process != os.getpid():
+            return
+        try:
+            self._accelerator.unregister_host_memory(self._begin)
+        except Exception:
+            if state != _UNCERTAIN:  # else it never was registered, or no longer is
+                self._state = _LEAVING
                 raise
-            except BaseException:
-                self._uncertain.add(piece)
-                self._pieces.append(piece)
-                raise
-
-    def _plan(self, number: int) -> list[tuple[int, int]]:
-        """Begin and end of ``number`` pieces that cover the storage."""
-        alignment = self._accelerator.capabilities.register_alignment_bytes
-        page = max(_PAGE_BYTES, alignment)
-        begin, end = self.address - self.address % alignment, self.address + self.num_bytes
-        bounds = (begin + (end - begin) * index // number for index in range(1, number))
-        edges = sorted({begin, end, *(bound for each in bounds if begin < (bound := each - each % page))})
-        return list(itertools.pairwise(edges))
+        except BaseException:
+            self._state = _UNCERTAIN
+            raise
 
 
 _locks: dict[tuple[int, int], PageLock] = {}
@@ -184,8 +143,8 @@ def page_lock(accelerator: Accelerator, tensor: Tensor, owner: object) -> PageLo
 
 def joined(accelerator: Accelerator, tensor: Tensor, owner: object) -> PageLock | None:
     """As ``page_lock``, for a storage that somebody in this process has page-locked already; else None."""
-    lock = _locks.get(_key(accelerator, tensor))
-    if lock is None or not lock.covers(tensor):
+    lock = find(accelerator, tensor)
+    if lock is None:
         return None
     if owner not in lock.owners:
         with _guard:  # against the last owner leaving
@@ -193,6 +152,12 @@ def joined(accelerator: Accelerator, tensor: Tensor, owner: object) -> PageLock 
                 return None
             lock.owners.add(owner)
     return lock
+
+
+def find(accelerator: Accelerator, tensor: Tensor) -> PageLock | None:
+    """The page-lock that covers a tensor, whoever holds it, or None."""
+    lock = _locks.get(_key(accelerator, tensor))
+    return lock if lock is not None and lock.covers(tensor) else None
 
 
 def owned_by(owner: object) -> list[PageLock]:
@@ -232,6 +197,61 @@ def give_back(lock: PageLock) -> None:
 def locked_bytes() -> int:
     """Bytes that are page-locked in this process, each storage counted once."""
     return sum(lock.held_bytes for lock in tuple(_locks.values()))
+
+
+class OwnedLocks:
+    """The page-locks of one owner, as a holding.
+
+    Args:
+        settle: Blocks until no copy of the owner's is under way.
+    """
+
+    def __init__(self, settle: Callable[[], None]) -> None:
+        self.owner = object()
+        self._settle = settle
+
+    @property
+    def page_locked_bytes(self) -> int:
+        """Bytes that are page-locked for the owner."""
+        return sum(lock.held_bytes for lock in owned_by(self.owner))
+
+    pinned_bytes = page_locked_bytes
+
+    def open(self) -> None:
+        """Nothing is held before the first ``page_lock``."""
+
+    def close(self) -> None:
+        """Leaves all of them, and gives back what failed registrations have left."""
+        self._settle()
+        for lock in owned_by(self.owner):
+            leave(lock, self.owner)
+        for lock in stale():
+            if not lock.owners:
+                give_back(lock)
+
+    def release_stale(self) -> bool:
+        """Gives back locks whose addresses may be another tensor's by now; whether there were any."""
+        found = stale()
+        for lock in found:
+            self._settle()
+            give_back(lock)
+        return bool(found)
+
+
+class LeavingLock:
+    """A page-lock that its owner is to leave, as a holding: closing it does so."""
+
+    def __init__(self, lock: PageLock, owned: OwnedLocks) -> None:
+        self._lock = lock
+        self._owned = owned
+
+    def open(self) -> None:
+        """The lock is held already."""
+
+    def close(self) -> None:
+        """Waits for the owner's copies, and leaves."""
+        self._owned._settle()
+        leave(self._lock, self._owned.owner)
 
 
 def _key(accelerator: Accelerator, tensor: Tensor) -> tuple[int, int]:

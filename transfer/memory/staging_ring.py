@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from accelerators import Accelerator
+
+from ..stats import Counters
 
 
 class StagingBuffer:
@@ -36,42 +38,44 @@ class StagingBuffer:
 
 
 class StagingRing:
-    """Buffers of equal size that are used in turn. Made empty; ``pin`` fills it, ``close`` empties it.
+    """Buffers of equal size that are used in turn. Made empty; ``open`` pins them, ``close`` unpins them.
 
     Not thread-safe: its owner holds a lock around every method.
 
     Args:
-        accelerator: Pins the memory.
+        accelerator: Pins the memory, and has events.
         dtype: What the buffers hold.
         chunk_elements: Elements in each buffer.
+        buffers: How many.
         device_index: The device that copies out of the ring go to.
+        counters: Where chunks, waits and casts are counted.
     """
 
     def __init__(
-        self, accelerator: Accelerator, dtype: torch.dtype, chunk_elements: int, device_index: int | None
+        self,
+        accelerator: Accelerator,
+        dtype: torch.dtype,
+        chunk_elements: int,
+        buffers: int,
+        device_index: int | None,
+        counters: Counters,
     ) -> None:
         self._accelerator = accelerator
         self._dtype = dtype
         #: Elements in each buffer.
         self.chunk_elements = chunk_elements
+        self._number = buffers
         self._device_index = device_index
+        self._counters = counters
         self._buffers: list[StagingBuffer] = []
         self._next = 0
         self._unsettled = False
-        self._process = os.getpid()
-        #: Whether the ring is to be closed: it is not used any more, and ``close`` may be called again.
-        self.closing = False
 
     @property
     def pinned_bytes(self) -> int:
         return sum(buffer.memory.nbytes for buffer in tuple(self._buffers))
 
-    @property
-    def is_ours(self) -> bool:
-        """False in a fork of the process that made the ring: the memory is the parent's."""
-        return os.getpid() == self._process
-
-    def pin(self, buffers: int) -> None:
+    def open(self) -> None:
         """Pins the buffers.
 
         Raises:
@@ -80,7 +84,7 @@ class StagingRing:
         """
         # Outside inference mode: a buffer made in it could not be written outside it later.
         with torch.inference_mode(False):
-            for _ in range(buffers):
+            for _ in range(self._number):
                 memory = self._accelerator.pin_empty(self.chunk_elements, dtype=self._dtype)
                 self._buffers.append(StagingBuffer(memory))
                 if not self._accelerator.is_pinned(memory):
@@ -92,15 +96,42 @@ class StagingRing:
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """The block in which buffers are taken and copies are queued.
+        """The block in which buffers are taken and copies are queued, on the caller's current stream.
 
         A block that ends by an exception may leave copies in flight that no event guards; the next
         block, or ``close``, then waits for the whole device first.
         """
         self._settle()
         self._unsettled = True
-        yield
+        # Entering the stream makes the device current, so that events belong to it.
+        with self._accelerator.stream(self._accelerator.current_stream(self._device_index)):
+            yield
         self._unsettled = False
+
+    def send(self, target: Tensor, values: Tensor) -> Any:
+        """Casts one chunk into the next buffer, once that is free, and queues its copy to the device.
+
+        Blocks the host for the buffer and for the cast.
+
+        Args:
+            target: On the device, of the ring's dtype, any strides.
+            values: On the host, of the same shape, at most ``chunk_elements``; not read after the return.
+
+        Returns:
+            The event after which ``target`` holds the values.
+        """
+        started = time.perf_counter()
+        buffer = self.acquire()
+        acquired = time.perf_counter()
+        staged = buffer.memory.narrow(0, 0, values.numel()).view(values.shape)
+        staged.copy_(values)
+        cast = time.perf_counter()
+        self._accelerator.enqueue_copy(target, staged)
+        event = self._accelerator.Event()  # type: ignore[misc]  # not None: has events
+        event.record()
+        buffer.guard(event)
+        self._counters.add(pieces=1, wait_seconds=acquired - started, cast_seconds=cast - acquired)
+        return event
 
     def acquire(self) -> StagingBuffer:
         """The next buffer, once no copy reads it any more. Blocks the host for that."""
@@ -111,7 +142,6 @@ class StagingRing:
 
     def close(self) -> None:
         """Waits for every copy out of the ring and unpins it. A ring is not used afterwards."""
-        self.closing = True
         self._settle()
         for buffer in self._buffers:
             buffer.reclaim()

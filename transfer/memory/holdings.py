@@ -1,0 +1,100 @@
+"""What one strategy holds: rings, page-locks, threads, each kept by a key and given back by ``close``."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Hashable
+from typing import Any, Protocol, TypeVar
+
+
+class Holding(Protocol):
+    """Something that takes resources in ``open`` and gives them back in ``close``."""
+
+    def open(self) -> None:
+        """Takes the resources. What a failure leaves taken, ``close`` gives back."""
+
+    def close(self) -> None:
+        """Waits for the copies that use the resources, and gives them back. Idempotent."""
+
+
+HoldingT = TypeVar("HoldingT", bound=Holding)
+
+
+class Holdings:
+    """Holdings by key, closed in the reverse order of their making.
+
+    A close has two steps, because it may be asked for in the middle of a copy, by a finalizer or a signal handler
+    of the same thread: ``request_close`` marks, and ``close_requested`` waits and gives back at the next point at
+    which nothing is half-done. What is marked is not used by a new copy. After a fork the child holds nothing.
+
+    Not thread-safe: its owner holds a lock around ``get`` and ``close_requested``.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[Hashable, Any] = {}
+        self._requested: set[Hashable] = set()
+        self._process: int | None = None
+
+    def get(self, key: Hashable, make: Callable[[], HoldingT]) -> HoldingT:
+        """What is held under ``key``, or else what ``make`` returns, opened.
+
+        Raises:
+            Exception: What opening it raises. It is not held then, unless closing it failed too: ``close_requested``
+                tries that again.
+        """
+        if key in self._held and key not in self._requested:
+            held: HoldingT = self._held[key]
+            return held
+        self._close(key)  # of a close that came inside the copy which asks for this one
+        self._process = os.getpid()
+        made = make()
+        self._requested.add(key)  # first, so that an interrupt at any point leaves nothing that is never closed
+        self._held[key] = made
+        try:
+            made.open()
+        except BaseException:
+            with contextlib.suppress(Exception):
+                self._close(key)
+            raise
+        self._requested.discard(key)
+        return made
+
+    def total(self, attribute: str) -> int:
+        """The sum of an attribute, such as ``pinned_bytes``, over the holdings that have it; 0 in a fork."""
+        if not self._is_here:
+            return 0
+        return sum(getattr(held, attribute, 0) for held in tuple(self._held.values()))
+
+    def of(self, kind: type[HoldingT]) -> list[HoldingT]:
+        """Everything that is held of this class."""
+        return [held for held in tuple(self._held.values()) if isinstance(held, kind)]
+
+    def request_close(self, *keys: Hashable) -> None:
+        """Marks what is held under these keys; without keys, everything."""
+        self._requested.update(keys or tuple(self._held))
+
+    def close_requested(self) -> None:
+        """Closes what is marked.
+
+        Raises:
+            Exception: The first error of them. What raised stays marked, and the others are closed.
+        """
+        if not self._requested:
+            return
+        with contextlib.ExitStack() as closing:  # last in, first out: so the first made is closed last
+            for key in tuple(self._held):
+                if key in self._requested:
+                    closing.callback(self._close, key)
+
+    def _close(self, key: Hashable) -> None:
+        held = self._held.get(key)
+        if held is not None and self._is_here:
+            held.close()
+        self._held.pop(key, None)
+        self._requested.discard(key)
+
+    @property
+    def _is_here(self) -> bool:
+        """False in a fork of the process that holds this."""
+        return self._process == os.getpid()
