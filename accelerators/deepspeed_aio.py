@@ -1,4 +1,9 @@
-"""DeepSpeed's op for reading files with libaio, if it is there already: it is never built from here."""
+"""DeepSpeed's op for reading files with libaio, if it is there already: it is never built from here.
+
+The benchmarks measure what DeepSpeed does with it. No strategy reads by it: the op reports requests that failed as
+done, leaves the end of a length that is not a multiple of 512 bytes unread, and ends the process where memory
+cannot be locked.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +13,9 @@ import importlib
 import importlib.util
 import os
 import sys
-import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-import torch
 
 #: Of each handle: bytes a request, and requests at once.
 _BLOCK_BYTES = 2**20
@@ -23,10 +24,6 @@ _CAP_IPC_LOCK = 1 << 14
 #: What loading the op may take, in each of several processes that do so in turn.
 _LOADING_SECONDS = 20.0
 _UNLIMITED = 2**62
-
-_guard = threading.Lock()
-#: The most that the reads under way lock.
-_reads_lock_bytes = 0
 
 
 @functools.cache
@@ -41,7 +38,7 @@ def unavailable_reason() -> str | None:
     return None
 
 
-def make_handle(threads: int = 1) -> Any:
+def make_handle(threads: int) -> Any:
     """A handle of the op.
 
     Args:
@@ -53,51 +50,10 @@ def make_handle(threads: int = 1) -> Any:
     return _load().aio_handle(_BLOCK_BYTES, _QUEUE_DEPTH, False, True, threads)
 
 
-def read(handle: Any, memory: memoryview, path: str, offset: int) -> bool:
-    """Fills memory from a file, in whole units of 512 bytes that all lie in the file; False where it could not.
-
-    Args:
-        handle: Of the calling thread alone.
-        memory: Where to. What is not pinned, the op reads into a locked copy first.
-        path: The file.
-        offset: In the file.
-    """
-    tensor = torch.frombuffer(memory, dtype=torch.uint8)
-    if torch.cuda.is_available() and tensor.is_pinned():
-        return int(handle.sync_pread(tensor, path, offset)) == 1
-    # The op aborts the process where it may not lock that copy.
-    with _locking(2 * tensor.nbytes) as allowed:
-        return allowed and int(handle.sync_pread(tensor, path, offset)) == 1
-
-
 def may_lock_bytes(num_bytes: int) -> bool:
     """Whether the process may lock so much more memory: where it may not, ``new_cpu_locked_tensor`` aborts it."""
     limit = _lock_limit_bytes()
     return limit == _UNLIMITED or limit >= num_bytes + _locked_bytes()
-
-
-@contextlib.contextmanager
-def _locking(num_bytes: int) -> Iterator[bool]:
-    """Whether so much memory may be locked in the block, beside what the reads of other threads lock."""
-    global _reads_lock_bytes
-    with _guard:
-        allowed = may_lock_bytes(_reads_lock_bytes + num_bytes)
-        _reads_lock_bytes += num_bytes if allowed else 0
-    try:
-        yield allowed
-    finally:
-        with _guard:
-            _reads_lock_bytes -= num_bytes if allowed else 0
-
-
-def _start_afresh() -> None:
-    """In a forked child: another thread of the parent may have held the guard."""
-    global _guard, _reads_lock_bytes
-    _guard, _reads_lock_bytes = threading.Lock(), 0
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_start_afresh)
 
 
 class _NotThereError(Exception):

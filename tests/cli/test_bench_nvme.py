@@ -41,7 +41,6 @@ AIO_ROWS = [
     "DeepSpeed from NVMe",
     "DeepSpeed swap buffer",
     "pinned_direct from the swap buffer",
-    "nvme_swapped, aio",
 ]
 needs_aio = pytest.mark.skipif(
     "H2D_TEST_AIO" not in os.environ, reason="DeepSpeed's aio op takes minutes to build; H2D_TEST_AIO=1 asks for it."
@@ -75,7 +74,7 @@ def test_a_file_is_read_in_every_way(capsys, tmp_path, no_aio):
     assert report["nvme"] == {
         "file_system": file_system(tmp_path),
         "threads": 12,
-        "block_bytes": NvmeSwappedConfig().block_bytes,
+        "block_bytes": NvmeSwappedConfig().request_bytes,
     }
     for elements in (5000, 2**16):
         rows = {one["scheme"]: one for one in report["measurements"] if one["elements"] == elements}
@@ -140,7 +139,7 @@ def test_memory_that_may_not_be_locked_is_a_reason_and_not_an_abort(capsys, tmp_
     monkeypatch.setattr(deepspeed_aio, "unavailable_reason", lambda: None)
     monkeypatch.setattr(deepspeed_aio, "may_lock_bytes", lambda _num_bytes: False)
     _, report = report_of(capsys, *SMALL, "--nvme", str(tmp_path), "--strategies")
-    assert {entry["scheme"] for entry in report["not_run"]} == set(AIO_ROWS[:-1])
+    assert {entry["scheme"] for entry in report["not_run"]} == set(AIO_ROWS)
     assert {entry["reason"] for entry in report["not_run"]} == {
         "This process may not lock 20480 bytes of memory (`ulimit -l`)."
     }
@@ -291,7 +290,6 @@ def test_variants_change_what_their_names_say(simulated, tmp_path):
         ("device", True, "posix"),
         ("host", True, "posix"),
         ("device", False, "posix"),
-        ("device", True, "aio"),
     ]
     for scheme in schemes:
         scheme.transfer.close()

@@ -52,7 +52,7 @@ def test_every_combination_is_measured_and_kept(tmp_path, capsys):
     text = out[out.index("transfer:") : out.index("\nWritten to")]
     (tmp_path / "h2d.yaml").write_text(text)
     section = load_config(tmp_path / "h2d.yaml").section("nvme_swapped")
-    assert (section.threads, section.block_bytes) == (drive.best_read.threads, drive.best_read.block_bytes)
+    assert (section.threads, section.request_bytes) == (drive.best_read.threads, drive.best_read.block_bytes)
 
 
 def test_nothing_of_drives_without_being_asked(capsys, monkeypatch):

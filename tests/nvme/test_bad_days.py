@@ -43,7 +43,7 @@ def test_a_full_drive_is_noticed_before_anything_is_written(root, monkeypatch, f
         patched("posix_fallocate", reserves_nothing),
         pytest.raises(SwapSpaceError) as caught,
     ):
-        swap_out(torch.ones(10_000), root, block_bytes=4096)
+        swap_out(torch.ones(10_000), root, checksum_bytes=4096)
     message = str(caught.value)
     for part in (f"{4096 + 40_960} bytes wanted, {free} free", "No space left", "swap out to another drive", str(root)):
         assert part in message

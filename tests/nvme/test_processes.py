@@ -250,7 +250,6 @@ def test_files_of_a_process_that_ends_normally_are_gone_and_raw_ones_stay(root, 
 def test_the_op_of_aio_that_is_not_there(root, tmp_path):
     """Nothing is built and nothing waits for a build, whatever an interrupted one has left behind."""
     program = """
-        import warnings
         import torch.utils.cpp_extension
         from deepspeed.ops.op_builder import AsyncIOBuilder
         from accelerators import deepspeed_aio
@@ -260,20 +259,7 @@ def test_the_op_of_aio_that_is_not_there(root, tmp_path):
                 raise error or SystemExit("a build was started")
             AsyncIOBuilder.load, AsyncIOBuilder.is_compatible = load, lambda self, verbose=True: state != "no libaio"
             deepspeed_aio.unavailable_reason.cache_clear()
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                aio = NvmeSwappedTransfer(accelerator=simulated, reader="aio")
-                for _ in range(2):
-                    destination.fill_(-1)
-                    aio.copy(destination, swapped)
-                    assert (destination == 1).all()
-            (message,) = [str(warning.message) for warning in caught if warning.category is FallbackWarning]
-            assert "`nvme_swapped.reader: aio` cannot be used" in message and "read by `posix`" in message, message
-            try:
-                NvmeSwappedTransfer(accelerator=simulated, reader="aio", fallback=False).copy(destination, swapped)
-            except StrategyUnavailableError as error:
-                assert str(error) in message
-            print(state, message, sep=": ")
+            print(state, deepspeed_aio.unavailable_reason(), sep=": ")
 
         def built(builder, source):
             folder = Path(torch.utils.cpp_extension._get_build_directory(builder.name, False))
@@ -307,7 +293,7 @@ def test_the_op_of_aio_that_is_not_there(root, tmp_path):
     environment = {"TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions")}
     done = run_python("-c", SIMULATED + textwrap.dedent(program), root, environment=environment, timeout=60)
     assert done.returncode == 0, done.stderr
-    messages = dict(line.split(": ", 1) for line in done.stdout.splitlines() if "cannot be used" in line)
+    messages = dict(line.split(": ", 1) for line in done.stdout.splitlines() if ": " in line)
     for state, part in {
         "missing": "is not built",
         "locked": "/async_io/lock.",

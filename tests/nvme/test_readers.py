@@ -1,24 +1,17 @@
 """What drives, file systems and threads do to reads and writes: less than asked, refusals, failures."""
 
 import errno
-import functools
 import os
 import threading
 import time
-import types
 
 import pytest
 import torch
 
-from accelerators import deepspeed_aio
 from tests.nvme.tools import CHUNK, device_copy, files_below, make, patched, same_bits, swap_out, values
 from transfer import (
-    FallbackWarning,
-    NvmeSwappedTransfer,
-    StrategyUnavailableError,
     SwapCorruptedError,
     SwapError,
-    SwappedTensor,
     nvme,
 )
 
@@ -222,53 +215,8 @@ def test_threads_that_cannot_be_started(root, simulated, monkeypatch, started):
     assert torch.equal(nvme.swap_in(swap_out(tensor, root)), tensor)
 
 
-@pytest.mark.parametrize("why", ["DeepSpeed's aio op is not built.", "It needs libaio."])
-def test_aio_that_cannot_be_used(root, any_accelerator, monkeypatch, why):
-    monkeypatch.setattr(deepspeed_aio, "unavailable_reason", lambda: why)
-    swapped = swap_out(torch.arange(10.0), root)
-    with make(any_accelerator, reader="aio") as transfer:
-        with pytest.warns(FallbackWarning) as caught:
-            assert device_copy(transfer, swapped).tolist() == list(range(10))
-        assert device_copy(transfer, swapped).tolist() == list(range(10))
-    assert len(caught) == 1
-    assert caught[0].filename.endswith("tools.py"), "it points at the caller"
-    message = str(caught[0].message)
-    for part in ("`nvme_swapped.reader: aio`", why, "read by `posix`", "`fallback: false`"):
-        assert part in message
-    assert nvme.swap_in(swapped, reader="aio").tolist() == list(range(10))
-    strict = NvmeSwappedTransfer(accelerator=any_accelerator, reader="aio", fallback=False)
-    for _ in range(2):
-        with pytest.raises(StrategyUnavailableError, match=why):
-            device_copy(strict, swapped)
-    strict.close()
-    assert strict.pinned_bytes == 0
-
-
-def test_what_aio_cannot_read_right_posix_reads(tmp_path, reader):
-    """The op leaves the end of a length that is not a multiple of 512 bytes unread."""
-    path = tmp_path / "theirs.bin"
-    for numel in (1, 1000, 262_145, 262_208, 300_000):
-        tensor = values(numel)
-        path.write_bytes(tensor.view(torch.uint8).numpy().tobytes())
-        assert same_bits(nvme.swap_in(SwappedTensor.from_file(path, torch.float32, numel), reader=reader), tensor)
-
-
-def test_aio_reads_only_what_checksums_cover(root, monkeypatch):
-    """The op takes a request that failed for one that is done: nothing but a checksum shows it."""
-    tensor = values(300_000)
-    checked, unchecked = swap_out(tensor, root), swap_out(tensor, root, checksums=False)
-    asked = []
-    monkeypatch.setattr(deepspeed_aio, "unavailable_reason", lambda: None)
-    monkeypatch.setattr(deepspeed_aio, "make_handle", object)
-    monkeypatch.setattr(deepspeed_aio, "read", lambda *request: asked.append(request))  # and so posix reads
-    for swapped, checks, expected in ((checked, True, True), (checked, False, False), (unchecked, True, False)):
-        asked.clear()
-        assert same_bits(nvme.swap_in(swapped, reader="aio", checksums=checks), tensor)
-        assert bool(asked) == expected
-
-
-@pytest.mark.parametrize(("block_bytes", "most"), [(4096, 4096), (2**16, 2**16), (2**18, 2**18), (2**20, 2**18)])
-def test_a_thread_asks_for_no_more_than_a_block_at_a_time(root, simulated, block_bytes, most):
+@pytest.mark.parametrize(("request_bytes", "most"), [(4096, 4096), (2**16, 2**16), (2**18, 2**18), (2**20, 2**18)])
+def test_a_thread_asks_for_no_more_than_request_bytes_at_a_time(root, simulated, request_bytes, most):
     """Although a checksum covers 2^18 bytes; and for no more than a chunk, which is 2^18 here too."""
     tensor = torch.arange(CHUNK * 2.0 + 3000)
     lengths = []
@@ -277,33 +225,7 @@ def test_a_thread_asks_for_no_more_than_a_block_at_a_time(root, simulated, block
         lengths.append(sum(map(len, buffers)))
         return preadv(descriptor, buffers, offset)
 
-    with patched("preadv", recorded), make(simulated, block_bytes=block_bytes) as transfer:
+    with patched("preadv", recorded), make(simulated, request_bytes=request_bytes) as transfer:
         assert torch.equal(device_copy(transfer, swap_out(tensor, root)), tensor)
     assert max(lengths) == most
     assert sum(lengths) == -(-tensor.nbytes // 4096) * 4096
-
-
-def test_reads_of_aio_at_the_same_time_lock_no_more_than_the_process_may(monkeypatch):
-    """The op ends the process where it may not lock the copy of one of them."""
-    begun, end, done = threading.Event(), threading.Event(), []
-
-    def sync_pread(*_):
-        begun.set()
-        return int(end.wait(2))
-
-    handle = types.SimpleNamespace(sync_pread=sync_pread)
-    read = functools.partial(deepspeed_aio.read, handle, memoryview(bytearray(4096)), "file", 0)
-    monkeypatch.setattr(deepspeed_aio, "_lock_limit_bytes", lambda: 3 * 4096)
-    monkeypatch.setattr(deepspeed_aio, "_locked_bytes", lambda: 0)
-    thread = threading.Thread(target=lambda: done.append(read()))
-    thread.start()
-    assert begun.wait(10)
-    begun.clear()
-    second = read()
-    asked = begun.is_set()
-    end.set()
-    thread.join()
-    assert (second, asked, done) == (False, False, [True])
-    assert read()
-    monkeypatch.setattr(deepspeed_aio, "_locked_bytes", lambda: 2 * 4096)
-    assert not read()

@@ -2,9 +2,7 @@
 
 import itertools
 import os
-import re
 import struct
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -12,8 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.nvme.tools import CHUNK, PREAMBLE, device_copy, flip, make, patched, same_bits, swap_out, values
-from tests.running import run_python
+from tests.nvme.tools import CHUNK, device_copy, flip, make, patched, same_bits, swap_out, values
 from transfer import (
     SwapCorruptedError,
     SwapError,
@@ -41,19 +38,19 @@ def expected_floats(offset, numel):
 
 @pytest.mark.parametrize("numel", [1, 129, 5000])
 @pytest.mark.parametrize("offset", [0, 1, 3, 4, 512, 1000, 4095, 4096, 4097 * 4])
-def test_a_foreign_file_from_any_offset(raw, any_accelerator, reader, offset, numel):
+def test_a_foreign_file_from_any_offset(raw, any_accelerator, offset, numel):
     swapped = SwappedTensor.from_file(raw, torch.float32, numel, offset_bytes=offset)
-    assert same_bits(nvme.swap_in(swapped, reader=reader), expected_floats(offset, numel))
+    assert same_bits(nvme.swap_in(swapped), expected_floats(offset, numel))
     for cast in ("device", "host"):
-        with make(any_accelerator, cast=cast, reader=reader, chunk_elements=1024, block_bytes=4096) as transfer:
+        with make(any_accelerator, cast=cast, chunk_elements=1024, request_bytes=4096) as transfer:
             assert same_bits(device_copy(transfer, swapped).cpu(), expected_floats(offset, numel))
 
 
-def test_a_foreign_file_to_its_last_byte(raw, reader):
+def test_a_foreign_file_to_its_last_byte(raw):
     swapped = SwappedTensor.from_file(raw, torch.float32, 10_000)
-    assert same_bits(nvme.swap_in(swapped, reader=reader), expected_floats(0, 10_000))
+    assert same_bits(nvme.swap_in(swapped), expected_floats(0, 10_000))
     last = SwappedTensor.from_file(raw, torch.uint8, (), offset_bytes=39_999)
-    assert nvme.swap_in(last, reader=reader).item() == 39_999 % 251
+    assert nvme.swap_in(last).item() == 39_999 % 251
 
 
 @pytest.mark.parametrize(("numel", "offset"), [(10_001, 0), (10_000, 1), (1, 39_997), (1, 2**62), (2**40, 0)])
@@ -76,14 +73,14 @@ def test_a_foreign_file_shortened_since(raw, any_accelerator):
 
 
 @pytest.mark.parametrize("offset", [2**31 - 4, 2**32 + 4, 2**33 + 1])
-def test_a_foreign_file_of_more_bytes_than_32_bits_count(tmp_path, any_accelerator, reader, offset):
+def test_a_foreign_file_of_more_bytes_than_32_bits_count(tmp_path, any_accelerator, offset):
     path = tmp_path / "theirs.bin"
     with path.open("wb") as file:  # a file with a hole, which takes no space
         file.seek(offset)
         file.write(struct.pack("<1000f", *range(1000)))
     swapped = SwappedTensor.from_file(path, torch.float32, (10, 100), offset_bytes=offset)
-    assert same_bits(nvme.swap_in(swapped, reader=reader), torch.arange(1000.0).view(10, 100))
-    with make(any_accelerator, reader=reader) as transfer:
+    assert same_bits(nvme.swap_in(swapped), torch.arange(1000.0).view(10, 100))
+    with make(any_accelerator) as transfer:
         assert same_bits(device_copy(transfer, swapped).cpu(), torch.arange(1000.0).view(10, 100))
 
 
@@ -269,19 +266,19 @@ def test_any_flipped_bit_is_noticed_or_harmless(root, byte, bit):
 def _kept(root, tensor, files={}):  # noqa: B006 - one file for all examples of a test
     if root not in files:
         files.clear()
-        files[root] = swap_out(tensor, root, block_bytes=4096)
+        files[root] = swap_out(tensor, root, checksum_bytes=4096)
     return files[root]
 
 
 @pytest.mark.parametrize("cast", ["device", "host"])
-def test_a_damaged_block_late_in_the_file(root, any_accelerator, reader, cast):
+def test_a_damaged_block_late_in_the_file(root, any_accelerator, cast):
     """Each element is its old or its own new value, and what is damaged stays old."""
     tensor = torch.arange(CHUNK * 6.0)
     swapped = swap_out(tensor, root)
     flip(swapped.path, swapped.offset_bytes + 4 * (CHUNK * 4 + 17), 3)
     destination = any_accelerator.device_empty(CHUNK * 6, dtype=torch.float32)
     destination.fill_(-1)
-    with make(any_accelerator, cast=cast, reader=reader) as transfer:
+    with make(any_accelerator, cast=cast) as transfer:
         byte = 4 * CHUNK * 4
         with pytest.raises(SwapCorruptedError, match=f"from byte {byte} on are not those that were written"):
             transfer.copy(destination, swapped)
@@ -328,37 +325,23 @@ def test_a_file_changed_while_the_copy_runs(root, simulated, checksums):
     assert changed
 
 
-def test_a_file_cut_off_while_the_copy_runs(root, reader):
-    """In a process of its own, as DeepSpeed's op ends one that asks for more than there is."""
-    program = """
-    from accelerators.simulated import SimulatedAccelerator
-    for size in (0, 4096, 8192 + 4 * 65_536 * 3 + 1000):
-        simulated = SimulatedAccelerator()
-        swapped = swap_out(torch.ones(65_536 * 6), root)
-        enqueue = simulated.enqueue_copy
-        def cut(destination, source):
-            os.truncate(swapped.path, size)
-            enqueue(destination, source)
-        simulated.enqueue_copy = cut
-        transfer = NvmeSwappedTransfer(
-            accelerator=simulated, buffers=2, threads=1, chunk_elements=65_536, reader=sys.argv[2], fallback=False
-        )
-        try:
-            transfer.copy(simulated.device_empty(65_536 * 6, dtype=torch.float32), swapped)
-        except SwapCorruptedError as error:
-            print(error)
-        transfer.close()
-        assert simulated.pinned_bytes == 0
-    """
-    environment = dict(os.environ)  # without it the op is not found
-    environment.pop("PYTHONPATH", None)
-    done = run_python("-c", PREAMBLE + textwrap.dedent(program), root, reader, timeout=60, environment=environment)
-    assert done.returncode == 0, done.stderr
+@pytest.mark.parametrize("size", [0, 4096, 8192 + 4 * CHUNK * 3 + 1000])
+def test_a_file_cut_off_while_the_copy_runs(root, simulated, size):
+    swapped = swap_out(torch.ones(CHUNK * 6), root)
+    enqueue = simulated.enqueue_copy
+
+    def cut(destination, source):
+        os.truncate(swapped.path, size)
+        enqueue(destination, source)
+
+    simulated.enqueue_copy = cut
     message = r"the file ended while it was read: \d+ bytes wanted from byte \d+ on, \d+ got: "
-    assert len(re.findall(message, done.stdout)) == 3
+    with make(simulated, buffers=2, threads=1) as transfer, pytest.raises(SwapCorruptedError, match=message):
+        device_copy(transfer, swapped)
+    assert simulated.pinned_bytes == 0
 
 
-def test_a_file_replaced_while_the_copy_runs_is_read_to_its_end(root, simulated, reader):
+def test_a_file_replaced_while_the_copy_runs_is_read_to_its_end(root, simulated):
     tensor = torch.arange(CHUNK * 6.0)
     swapped, other = swap_out(tensor, root), swap_out(tensor + 1, root)
     enqueue, path = simulated.enqueue_copy, other.path
@@ -369,13 +352,13 @@ def test_a_file_replaced_while_the_copy_runs_is_read_to_its_end(root, simulated,
         enqueue(destination, source)
 
     simulated.enqueue_copy = replace
-    with make(simulated, buffers=2, threads=1, reader=reader) as transfer:
+    with make(simulated, buffers=2, threads=1) as transfer:
         assert torch.equal(device_copy(transfer, swapped), tensor)
     assert not path.exists()
 
 
 @pytest.mark.parametrize(
-    ("source", "dtype", "block_bytes"),
+    ("source", "dtype", "checksum_bytes"),
     [
         (torch.float32, torch.float32, 2**18),
         (torch.float32, torch.bfloat16, 2**25),
@@ -384,13 +367,13 @@ def test_a_file_replaced_while_the_copy_runs_is_read_to_its_end(root, simulated,
         (torch.float64, torch.float16, 2**16),
     ],
 )
-def test_blocks_larger_than_a_chunk_and_the_advice_then(root, simulated, source, dtype, block_bytes):
-    swapped = swap_out(torch.ones(5000).to(source), root, block_bytes=block_bytes)
+def test_blocks_larger_than_a_chunk_and_the_advice_then(root, simulated, source, dtype, checksum_bytes):
+    swapped = swap_out(torch.ones(5000).to(source), root, checksum_bytes=checksum_bytes)
     with make(simulated, chunk_elements=1000) as transfer, pytest.raises(SwapError) as caught:
         device_copy(transfer, swapped, dtype)
     message = str(caught.value)
     whole = -(-5000 * source.itemsize // 4096) * 4096
-    assert f"a checksum for each {min(block_bytes, whole)} bytes" in message
+    assert f"a checksum for each {min(checksum_bytes, whole)} bytes" in message
     assert "`nvme_swapped.checksums: false`" in message
     assert str(swapped.path) in message
     advised = int(message.split("`nvme_swapped.chunk_elements` to ")[1].split(",")[0])

@@ -52,12 +52,12 @@ TENSORS = {
 
 @pytest.mark.parametrize("numel", SIZES)
 @pytest.mark.parametrize("checksums", [True, False])
-def test_round_trip_of_a_size(root, reader, numel, checksums):
+def test_round_trip_of_a_size(root, numel, checksums):
     tensor = values(numel)
     swapped = swap_out(tensor, root, checksums=checksums)
     assert (swapped.dtype, swapped.shape, swapped.nbytes) == (torch.float32, (numel,), numel * 4)
     assert numel == 0 or swapped.path.stat().st_size >= numel * 4
-    assert same_bits(nvme.swap_in(swapped, reader=reader), tensor)
+    assert same_bits(nvme.swap_in(swapped), tensor)
 
 
 @pytest.mark.parametrize("kind", TENSORS)
@@ -93,22 +93,17 @@ def test_what_has_no_plain_values_is_refused_and_leaves_nothing(root, tensor, er
     assert not files_below(root)
 
 
-@pytest.mark.parametrize("options", [{"threads": 0}, {"block_bytes": 0}, {"block_bytes": 1000}, {"block_bytes": -4096}])
+@pytest.mark.parametrize("options", [{"threads": 0}, *({"checksum_bytes": size} for size in (0, 1000, -4096))])
 def test_bad_options_are_refused(root, options):
-    with pytest.raises(ValueError, match="threads .* block_bytes"):
+    with pytest.raises(ValueError, match="threads .* checksum_bytes"):
         swap_out(torch.ones(3), root, **options)
 
 
-def test_a_reader_that_is_none_is_refused(root):
-    with pytest.raises(ValueError, match="aoi.*posix.*aio"):
-        nvme.swap_in(swap_out(torch.ones(3), root), reader="aoi")
-
-
-@pytest.mark.parametrize("block_bytes", [4096, 3 * 4096, 2**22])
+@pytest.mark.parametrize("checksum_bytes", [4096, 3 * 4096, 2**22])
 @pytest.mark.parametrize("threads", [1, 8])
-def test_any_block_and_number_of_threads(root, block_bytes, threads):
+def test_any_block_and_number_of_threads(root, checksum_bytes, threads):
     tensor = values(1_200_001)  # more than a piece of each
-    swapped = swap_out(tensor, root, block_bytes=block_bytes, threads=threads)
+    swapped = swap_out(tensor, root, checksum_bytes=checksum_bytes, threads=threads)
     assert same_bits(nvme.swap_in(swapped, threads=threads), tensor)
 
 
@@ -147,10 +142,10 @@ def test_the_end_of_a_file_holds_zeros_and_not_what_memory_held(root):
 
 @pytest.mark.parametrize("cast", ["device", "host"])
 @pytest.mark.parametrize("numel", SIZES)
-def test_a_file_reaches_the_device(root, any_accelerator, reader, cast, numel):
+def test_a_file_reaches_the_device(root, any_accelerator, cast, numel):
     tensor = torch.linspace(-70_000, 70_000, numel)
     swapped = swap_out(tensor, root)
-    with make(any_accelerator, cast=cast, reader=reader) as transfer:
+    with make(any_accelerator, cast=cast) as transfer:
         for dtype in (torch.bfloat16, torch.float32):
             assert same_bits(device_copy(transfer, swapped, dtype).cpu(), tensor.to(dtype))
 
@@ -170,14 +165,14 @@ def test_a_file_reaches_the_device(root, any_accelerator, reader, cast, numel):
 @pytest.mark.parametrize("buffers", [1, 4])
 def test_dtypes_and_buffers(root, any_accelerator, cast, source, dtype, buffers):
     tensor = torch.arange(100_003).remainder(251).to(source)
-    swapped = swap_out(tensor, root, block_bytes=4096)
+    swapped = swap_out(tensor, root, checksum_bytes=4096)
     with make(any_accelerator, cast=cast, buffers=buffers, chunk_elements=5000) as transfer:
         assert same_bits(device_copy(transfer, swapped, dtype).cpu(), tensor.to(dtype))
 
 
 @pytest.mark.parametrize("cast", ["device", "host"])
 def test_a_strided_destination_and_nothing_beside_it(root, any_accelerator, cast):
-    swapped = swap_out(torch.arange(30_000.0), root, block_bytes=4096)
+    swapped = swap_out(torch.arange(30_000.0), root, checksum_bytes=4096)
     parent = any_accelerator.device_empty(60_000, dtype=torch.bfloat16)
     parent.fill_(-1)
     with make(any_accelerator, cast=cast, chunk_elements=2048) as transfer:
@@ -188,11 +183,11 @@ def test_a_strided_destination_and_nothing_beside_it(root, any_accelerator, cast
 
 @pytest.mark.parametrize("cast", ["device", "host"])
 @pytest.mark.parametrize("numel", [1, 1000, 262_145])
-def test_padding_never_reaches_the_destination(root, any_accelerator, reader, cast, numel):
+def test_padding_never_reaches_the_destination(root, any_accelerator, cast, numel):
     swapped = swap_out(torch.full((numel,), 7.0), root)
     parent = any_accelerator.device_empty(numel + 4, dtype=torch.float32)
     parent.fill_(-1)
-    with make(any_accelerator, cast=cast, reader=reader) as transfer:
+    with make(any_accelerator, cast=cast) as transfer:
         transfer.copy(parent[:numel], swapped)
     assert parent.tolist() == [7.0] * numel + [-1.0] * 4
 
@@ -281,7 +276,7 @@ def test_memory_is_what_the_configuration_says(root, chunk, buffers):
     config = NvmeSwappedConfig(chunk_elements=chunk, buffers=buffers)
     chunk_bytes = {1: 4096, 1000: 4096, 65_536: 262_144}[chunk]
     assert (config.pinned_bytes, config.scratch_bytes) == (chunk_bytes * buffers, chunk_bytes * 2)
-    swapped = swap_out(torch.ones(100_000), root, block_bytes=4096)
+    swapped = swap_out(torch.ones(100_000), root, checksum_bytes=4096)
     transfer = make(simulated, chunk_elements=chunk, buffers=buffers)
     assert transfer.pinned_bytes == transfer.scratch_bytes == 0
     for _ in range(3):

@@ -8,9 +8,9 @@ import torch
 
 from transfer import NvmeSwappedTransfer, nvme
 
-#: Values of the smallest chunk that holds a block of checksums, as `swap_out` here writes them.
+#: Values of the smallest chunk that holds the bytes under one checksum, as `swap_out` here writes them.
 CHUNK = 2**16
-BLOCK_BYTES = CHUNK * 4
+CHECKSUM_BYTES = CHUNK * 4
 
 #: Of programs that start processes: each import of torch takes a second, and a fork takes none.
 PREAMBLE = """
@@ -67,7 +67,7 @@ def same_bits(left, right):
 
 def swap_out(tensor, directory, name=None, **options):
     """As `nvme.swap_out`, with a checksum for each small chunk."""
-    return nvme.swap_out(tensor, directory, name, **{"block_bytes": BLOCK_BYTES, **options})
+    return nvme.swap_out(tensor, directory, name, **{"checksum_bytes": CHECKSUM_BYTES, **options})
 
 
 def make(accelerator, **options):

@@ -9,7 +9,7 @@
     master = nvme.swap_in(swapped)
 
 ``file_format`` is the format, ``swap_directory`` whose files are whose, ``writing`` writes, ``open_swapped`` and
-``read_ahead`` read, ``readers/`` holds every way bytes come from a file. The strategy that carries them on
+``read_ahead`` read. The strategy that carries them on
 to a device is ``transfer/strategies/nvme_swapped.py``.
 """
 

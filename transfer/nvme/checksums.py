@@ -14,7 +14,7 @@ import xxhash
 
 #: Bytes of values under one checksum. Reads are multiples of it, as nothing is used before it was checked.
 #: Smaller ones cost more on fast drives, for what Python does around each.
-BLOCK_BYTES = 2**22
+CHECKSUM_BYTES = 2**22
 
 
 @dataclass(frozen=True)
@@ -22,33 +22,33 @@ class Checksums:
     """The checksums of one file's values.
 
     Attributes:
-        block_bytes: Bytes under each; the last block may be short.
+        checksum_bytes: Bytes under each; the last block may be short.
         table: Eight bytes a block, little-endian.
     """
 
-    block_bytes: int
+    checksum_bytes: int
     table: bytes
 
     @classmethod
-    def of(cls, block_bytes: int, values: Sequence[int]) -> Checksums:
+    def of(cls, checksum_bytes: int, values: Sequence[int]) -> Checksums:
         """From the checksum of each block, in order."""
-        return cls(block_bytes, struct.pack(f"<{len(values)}Q", *values))
+        return cls(checksum_bytes, struct.pack(f"<{len(values)}Q", *values))
 
     def first_mismatch(self, offset_bytes: int, memory: memoryview) -> int | None:
         """Where the first wrong block begins, counted from the first value, or None if all are right.
 
         Args:
-            offset_bytes: Where ``memory`` lies, counted from the first value; a multiple of ``block_bytes``.
+            offset_bytes: Where ``memory`` lies, counted from the first value; a multiple of ``checksum_bytes``.
             memory: Whole blocks, or everything up to the last value.
         """
-        found = checksums_of(memory, self.block_bytes)
-        expected = struct.unpack_from(f"<{len(found)}Q", self.table, offset_bytes // self.block_bytes * 8)
+        found = checksums_of(memory, self.checksum_bytes)
+        expected = struct.unpack_from(f"<{len(found)}Q", self.table, offset_bytes // self.checksum_bytes * 8)
         wrong = (number for number, pair in enumerate(zip(found, expected, strict=True)) if pair[0] != pair[1])
         number = next(wrong, None)
-        return None if number is None else offset_bytes + number * self.block_bytes
+        return None if number is None else offset_bytes + number * self.checksum_bytes
 
 
-def checksums_of(memory: memoryview, block_bytes: int) -> list[int]:
+def checksums_of(memory: memoryview, checksum_bytes: int) -> list[int]:
     """The checksum of each block."""
-    blocks = range(0, len(memory), block_bytes)
-    return [xxhash.xxh3_64_intdigest(memory[begin : begin + block_bytes]) for begin in blocks]
+    blocks = range(0, len(memory), checksum_bytes)
+    return [xxhash.xxh3_64_intdigest(memory[begin : begin + checksum_bytes]) for begin in blocks]

@@ -17,17 +17,17 @@ The values begin at a multiple of 4096 bytes, so that they can be read with O_DI
 from __future__ import annotations
 
 import errno
-import json
 import math
 import os
 import secrets
 import struct
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
 import torch
 import xxhash
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from ..errors import SwapCorruptedError
 from .aligned_memory import ALIGNMENT_BYTES, round_up
@@ -48,21 +48,21 @@ class Header:
         dtype: Name of the values' dtype, without ``torch.``.
         shape: Of the values.
         offset_bytes: Where the values begin.
-        block_bytes: Bytes of values under each checksum; 0: without checksums.
+        checksum_bytes: Bytes of values under each checksum; 0: without checksums.
         stamp: Random, and so different for each file.
     """
 
     dtype: str
     shape: tuple[int, ...]
     offset_bytes: int
-    block_bytes: int
+    checksum_bytes: Annotated[int, Field(alias="block_bytes")]  # as the format calls it
     stamp: str
 
     @classmethod
-    def new(cls, dtype: torch.dtype, shape: torch.Size, block_bytes: int) -> Header:
+    def new(cls, dtype: torch.dtype, shape: torch.Size, checksum_bytes: int) -> Header:
         """The header of a file to be written, with the room that its checksums will take."""
         name = str(dtype).removeprefix("torch.")
-        header = cls(name, tuple(shape), 0, block_bytes, secrets.token_hex(8))
+        header = cls(name, tuple(shape), 0, checksum_bytes, secrets.token_hex(8))
         # The offset is part of what it has to leave room for: the longest one is tried first.
         longest = replace(header, offset_bytes=2**62)
         room = len(longest._described()) + longest.table_bytes + 8
@@ -81,10 +81,10 @@ class Header:
     @property
     def table_bytes(self) -> int:
         """Bytes of the checksums."""
-        return 8 * -(-self.value_bytes // self.block_bytes) if self.block_bytes else 0
+        return 8 * -(-self.value_bytes // self.checksum_bytes) if self.checksum_bytes else 0
 
     def _described(self) -> bytes:
-        description = json.dumps(asdict(self)).encode()
+        description = _header.dump_json(self, by_alias=True)
         return _FIXED.pack(MAGIC, VERSION, len(description)) + description
 
     def packed(self, checksums: Checksums | None) -> bytes:

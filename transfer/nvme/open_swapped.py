@@ -1,42 +1,71 @@
-"""Files of swapped values, opened for reading and checked to be what the handle says."""
+"""Files of swapped values: opened, checked to be what the handle says, and read by ``preadv``."""
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ..errors import SwapCorruptedError, swap_error
+from .aligned_memory import ALIGNMENT_BYTES
 from .file_format import Header, corrupted, read_header
-from .open_file import O_DIRECT, check_size, opened
+from .open_file import NOT_DIRECT, O_DIRECT, check_size, opened
 from .swapped_tensor import SwappedTensor
 
 logger = logging.getLogger("transfer")
 
 
 class OpenFile:
-    """An open file of swapped values.
+    """An open file of swapped values. Threads may share one object.
 
-    Attributes:
+    Args:
         path: Its path, for messages.
         descriptor: Reads through the page cache.
+        direct: Reads past the page cache, in aligned units; None where the file system refuses that.
+
+    Attributes:
+        path: As given.
     """
 
     def __init__(self, path: Path, descriptor: int, direct: int | None) -> None:
         self.path = path
-        self.descriptor = descriptor
+        self._descriptor = descriptor
         self._direct = direct
 
-    @property
-    def direct(self) -> int | None:
-        """Reads past the page cache, in aligned units; None where the file system refuses that."""
-        return self._direct
+    def read(self, offset: int, memory: memoryview, needed: int) -> None:
+        """Fills ``memory`` from the file; blocks until it is done.
 
-    def refuse_direct(self) -> None:
-        """From now on reads go through the page cache: the file system opened with O_DIRECT but does not read so."""
-        logger.info("%s cannot be read with O_DIRECT: it is read through the page cache", self.path)
-        self._direct = None
+        Args:
+            offset: Of the first byte. Where the file is read directly, it, the address and the length of ``memory``
+                are aligned.
+            memory: Bytes to write to.
+            needed: So many of its bytes must come from the file; the rest may lie beyond its end.
+
+        Raises:
+            SwapError: The file cannot be read, or ends too early. The memory holds anything then.
+        """
+        done = 0
+        while done < needed:
+            # What a direct read that ended early has left begins anywhere, and comes through the page cache.
+            direct = self._direct if done % ALIGNMENT_BYTES == 0 else None
+            try:
+                got = os.preadv(self._descriptor if direct is None else direct, [memory[done:]], offset + done)
+            except OSError as error:
+                if direct is not None and error.errno in NOT_DIRECT:  # opened with O_DIRECT, but does not read so
+                    logger.info("%s cannot be read with O_DIRECT: it is read through the page cache", self.path)
+                    self._direct = None
+                    continue
+                raise swap_error(error, f"{needed} bytes from byte {offset} on cannot be read", self.path) from error
+            if got == 0:
+                raise SwapCorruptedError(
+                    errno.EBADMSG,
+                    f"the file ended while it was read: {needed} bytes wanted from byte {offset} on, {done} got",
+                    str(self.path),
+                )
+            done += got
 
 
 @contextmanager
@@ -67,9 +96,9 @@ def _check_ours(descriptor: int, swapped: SwappedTensor) -> None:
     header = read_header(descriptor, swapped.path)
     if header.stamp != swapped.stamp:
         raise corrupted(swapped.path, "another file has taken its place since")
-    block_bytes = swapped.checksums.block_bytes if swapped.checksums is not None else header.block_bytes
+    checksum_bytes = swapped.checksums.checksum_bytes if swapped.checksums is not None else header.checksum_bytes
     name = str(swapped.dtype).removeprefix("torch.")
-    mine = Header(name, tuple(swapped.shape), swapped.offset_bytes, block_bytes, header.stamp)
+    mine = Header(name, tuple(swapped.shape), swapped.offset_bytes, checksum_bytes, header.stamp)
     if mine != header:
         raise corrupted(
             swapped.path,

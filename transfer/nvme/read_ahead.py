@@ -15,8 +15,6 @@ from .aligned_memory import ALIGNMENT_BYTES, round_down, round_up
 from .checksums import Checksums
 from .file_format import corrupted
 from .open_swapped import OpenFile, open_swapped
-from .readers import Reader
-from .readers.posix import PosixReader
 from .threads import start_on
 
 if TYPE_CHECKING:
@@ -66,7 +64,7 @@ def plan_reads(swapped: SwappedTensor, capacity: int, checked: bool, direct: boo
     skip = start % ALIGNMENT_BYTES
     direct = direct and start % size == 0
     if checked and swapped.checksums is not None:
-        unit = min(swapped.checksums.block_bytes, round_up(swapped.nbytes, ALIGNMENT_BYTES))
+        unit = min(swapped.checksums.checksum_bytes, round_up(swapped.nbytes, ALIGNMENT_BYTES))
         direct = direct and unit % ALIGNMENT_BYTES == 0 and skip == 0
     else:
         unit = ALIGNMENT_BYTES
@@ -101,19 +99,17 @@ class ReadAhead:
     own, and no operation of torch, each of which gives the interpreter's lock away too.
 
     Args:
-        reader: How they read.
         file: What.
-        piece_bytes: The most that a thread asks the drive for at a time. A piece is that, or what one checksum
+        request_bytes: The most that a thread asks the drive for at a time. A piece is that, or what one checksum
             covers where that is more.
         checksums: Compared where given.
     """
 
-    def __init__(self, reader: Reader, file: OpenFile, piece_bytes: int, checksums: Checksums | None) -> None:
-        self._reader = reader
+    def __init__(self, file: OpenFile, request_bytes: int, checksums: Checksums | None) -> None:
         self._file = file
-        unit = ALIGNMENT_BYTES if checksums is None else checksums.block_bytes
-        self._piece_bytes = max(unit, round_down(piece_bytes, unit))
-        self._request_bytes = max(ALIGNMENT_BYTES, round_down(piece_bytes, ALIGNMENT_BYTES))
+        unit = ALIGNMENT_BYTES if checksums is None else checksums.checksum_bytes
+        self._piece_bytes = max(unit, round_down(request_bytes, unit))
+        self._request_bytes = max(ALIGNMENT_BYTES, round_down(request_bytes, ALIGNMENT_BYTES))
         self._checksums = checksums
         self._tasks: SimpleQueue[_Piece | None] = SimpleQueue()
         self._stopped = False
@@ -173,14 +169,13 @@ class ReadAhead:
         needed = min(begin + len(piece.memory), chunk.skip + chunk.num_bytes) - begin
         for at in range(0, needed, self._request_bytes):
             memory = piece.memory[at : at + self._request_bytes]
-            self._reader.read(self._file, chunk.offset + begin + at, memory, min(len(memory), needed - at))
+            self._file.read(chunk.offset + begin + at, memory, min(len(memory), needed - at))
         if self._checksums is None:
             return
         wrong = self._checksums.first_mismatch(chunk.first_byte + begin, piece.memory[:needed])
         if wrong is not None:
-            block = self._checksums.block_bytes
-            what = f"the {block} bytes of values from byte {wrong} on are not those that were written"
-            raise corrupted(self._file.path, f"{what} (their checksum is another)")
+            what = f"the {self._checksums.checksum_bytes} bytes of values from byte {wrong} on"
+            raise corrupted(self._file.path, f"{what} are not those that were written (their checksum is another)")
 
     def drain(self) -> None:
         """Blocks until nothing is being read; what has not begun is not read at all."""
@@ -208,11 +203,10 @@ class _Piece(NamedTuple):
 def reading(
     swapped: SwappedTensor,
     pool: ThreadPoolExecutor,
-    reader: Reader,
     *,
     capacity: int,
     threads: int,
-    piece_bytes: int,
+    request_bytes: int,
     checked: bool,
     direct: bool = True,
 ) -> Iterator[tuple[ReadAhead, list[Chunk]]]:
@@ -223,10 +217,8 @@ def reading(
     """
     chunks, direct = plan_reads(swapped, capacity, checked, direct)
     checksums = swapped.checksums if checked else None
-    if checksums is None and not reader.notices_failures:
-        reader = PosixReader()
     with open_swapped(swapped, direct) as file:
-        ahead = ReadAhead(reader, file, piece_bytes, checksums)
+        ahead = ReadAhead(file, request_bytes, checksums)
         try:
             ahead.employ(pool, threads)
             yield ahead, chunks

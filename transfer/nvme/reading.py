@@ -9,20 +9,18 @@ from torch import Tensor
 
 from ..errors import NotATensorError
 from .aligned_memory import ALIGNMENT_BYTES, aligned_empty, buffer_of, round_up
-from .checksums import BLOCK_BYTES
+from .checksums import CHECKSUM_BYTES
 from .read_ahead import reading
-from .readers import make_reader
 from .swapped_tensor import SwappedTensor
 
 
-def swap_in(swapped: SwappedTensor, *, checksums: bool = True, threads: int = 12, reader: str = "posix") -> Tensor:
+def swap_in(swapped: SwappedTensor, *, checksums: bool = True, threads: int = 12) -> Tensor:
     """Reads values back. Blocks until they are in memory, and were checked.
 
     Args:
         swapped: The handle. Its file stays.
         checksums: Whether to compare those that the file was written with.
         threads: How many read at once.
-        reader: ``posix`` or ``aio``; where ``aio`` cannot be used, ``posix`` stands in.
 
     Returns:
         A contiguous host tensor of the handle's shape and dtype.
@@ -32,7 +30,7 @@ def swap_in(swapped: SwappedTensor, *, checksums: bool = True, threads: int = 12
         SwapFileNotFoundError: The file is gone.
         SwapCorruptedError: It is too short, is another file than was written, or its bytes have changed.
         SwapError: It cannot be read.
-        ValueError: There is no such reader, or ``threads`` is not positive.
+        ValueError: ``threads`` is not positive.
     """
     if not isinstance(swapped, SwappedTensor):
         raise NotATensorError(
@@ -40,23 +38,21 @@ def swap_in(swapped: SwappedTensor, *, checksums: bool = True, threads: int = 12
         )
     if threads < 1:
         raise ValueError(f"threads ({threads}) must be at least 1")
-    source = make_reader(reader)[0]
     if swapped.numel() == 0:
         return torch.empty(swapped.shape, dtype=swapped.dtype, device="cpu")
     skip = swapped.offset_bytes % ALIGNMENT_BYTES
     capacity = round_up(skip + swapped.nbytes, ALIGNMENT_BYTES) + ALIGNMENT_BYTES
     if swapped.checksums is not None and checksums:
-        capacity = round_up(capacity, swapped.checksums.block_bytes)
+        capacity = round_up(capacity, swapped.checksums.checksum_bytes)
     memory = aligned_empty(capacity)
     with (
         ThreadPoolExecutor(threads, thread_name_prefix="h2d-read") as pool,
         reading(
             swapped,
             pool,
-            source,
             capacity=capacity,
             threads=threads,
-            piece_bytes=BLOCK_BYTES,
+            request_bytes=CHECKSUM_BYTES,
             checked=checksums,
         ) as (ahead, chunks),
     ):

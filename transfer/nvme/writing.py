@@ -17,7 +17,7 @@ from torch import Tensor
 from ..errors import InvalidTensorError, NotATensorError
 from ..tensor_memory import describe, storage_problem
 from .aligned_memory import ALIGNMENT_BYTES, aligned_empty, round_up
-from .checksums import BLOCK_BYTES, Checksums, checksums_of
+from .checksums import CHECKSUM_BYTES, Checksums, checksums_of
 from .file_format import Header
 from .open_file import NOT_DIRECT, O_DIRECT
 from .space import not_written, reserve
@@ -33,7 +33,7 @@ def swap_out(
     *,
     checksums: bool = True,
     threads: int = 12,
-    block_bytes: int = BLOCK_BYTES,
+    checksum_bytes: int = CHECKSUM_BYTES,
 ) -> SwappedTensor:
     """Writes values to a file of their own. Blocks until they are on the drive, and synced.
 
@@ -48,7 +48,7 @@ def swap_out(
         name: Becomes part of the file's name, for whoever looks at it. Any text; the same one twice makes two files.
         checksums: Whether reads can notice bytes that have changed since.
         threads: How many write at once. Each takes 4 MiB of memory.
-        block_bytes: Of values under each checksum: a multiple of 4096.
+        checksum_bytes: Of values under each checksum: a multiple of 4096.
 
     Returns:
         The handle that the file belongs to: see ``SwappedTensor``.
@@ -59,11 +59,11 @@ def swap_out(
         NotATensorError: ``tensor`` is none.
         InvalidTensorError: It has no values of its own: meta, sparse, nested, quantized.
         UnsupportedDtypeError: Its dtype has no plain values.
-        ValueError: ``threads`` or ``block_bytes`` is not as said.
+        ValueError: ``threads`` or ``checksum_bytes`` is not as said.
     """
-    _check(tensor, threads, block_bytes)
+    _check(tensor, threads, checksum_bytes)
     own = swap_directory(directory)
-    header = Header.new(tensor.dtype, tensor.shape, block_bytes if checksums else 0)
+    header = Header.new(tensor.dtype, tensor.shape, checksum_bytes if checksums else 0)
     path = own.new_path(name)
     owned = None
     sums = None
@@ -73,16 +73,16 @@ def swap_out(
     return SwappedTensor(path, tensor.dtype, tensor.shape, header.offset_bytes, sums, header.stamp, owned)
 
 
-def _check(tensor: Tensor, threads: int, block_bytes: int) -> None:
+def _check(tensor: Tensor, threads: int, checksum_bytes: int) -> None:
     if not isinstance(tensor, Tensor):
         raise NotATensorError(f"swap_out takes a torch.Tensor, not {type(tensor).__name__}")
     problem = storage_problem(tensor)
     if problem is not None:
         raise InvalidTensorError(f"the tensor {problem} ({describe(tensor)})")
     check_dtype(tensor.dtype)
-    if threads < 1 or block_bytes < ALIGNMENT_BYTES or block_bytes % ALIGNMENT_BYTES:
+    if threads < 1 or checksum_bytes < ALIGNMENT_BYTES or checksum_bytes % ALIGNMENT_BYTES:
         raise ValueError(
-            f"threads ({threads}) must be at least 1, block_bytes ({block_bytes}) a multiple of {ALIGNMENT_BYTES}"
+            f"threads ({threads}) must be at least 1, checksum_bytes ({checksum_bytes}) a multiple of {ALIGNMENT_BYTES}"
         )
 
 
@@ -101,7 +101,7 @@ def _write(tensor: Tensor, path: Path, header: Header, threads: int) -> Checksum
                     pool.shutdown(cancel_futures=True)
                     raise
             values_of_blocks = list(itertools.chain.from_iterable(found))
-            sums = Checksums.of(header.block_bytes, values_of_blocks) if header.block_bytes else None
+            sums = Checksums.of(header.checksum_bytes, values_of_blocks) if header.checksum_bytes else None
             _write_whole(descriptor, memoryview(header.packed(sums)), 0)
             os.fsync(descriptor)
         part.rename(path)
@@ -129,7 +129,7 @@ class _Values:
         self._memory = threading.local()
         self._descriptor = descriptor
         self._direct = direct
-        self.piece_bytes = round_up(BLOCK_BYTES, header.block_bytes or ALIGNMENT_BYTES)
+        self.piece_bytes = round_up(CHECKSUM_BYTES, header.checksum_bytes or ALIGNMENT_BYTES)
 
     def write(self, begin: int) -> list[int]:
         """Writes one piece; returns the checksums of its blocks."""
@@ -140,9 +140,9 @@ class _Values:
         memory[length:padded] = 0
         buffer: memoryview = memory.data
         self._write_all(buffer[:padded], self._header.offset_bytes + begin)
-        if not self._header.block_bytes:
+        if not self._header.checksum_bytes:
             return []
-        return checksums_of(buffer[:length], self._header.block_bytes)
+        return checksums_of(buffer[:length], self._header.checksum_bytes)
 
     def _piece_of_memory(self) -> Tensor:
         memory: Tensor | None = getattr(self._memory, "piece", None)

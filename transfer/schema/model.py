@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -33,6 +33,9 @@ class ConfigModel(BaseModel, metaclass=_RaisesConfigError):
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    #: Keys of earlier versions, to what they are called now; for hints alone.
+    renamed: ClassVar[Mapping[str, str]] = {}
 
 
 class StrategyConfig(ConfigModel):

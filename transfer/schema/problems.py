@@ -118,7 +118,7 @@ def unknown_key(key: str, model: type[BaseModel], parent: Location = ()) -> str:
             here = _children(here).get(part)
     allowed = _keys(here) if here is not None else []
     elsewhere = [path for path, keys in _all_keys(model) if key in keys and path != dotted("", parent)]
-    guess = nearest(key, allowed)
+    guess = getattr(here, "renamed", {}).get(key) or nearest(key, allowed)
     hint = ""
     if "" in elsewhere:
         hint = " It belongs at the top of the configuration."

@@ -85,7 +85,7 @@ class SwapsOutFirst(NvmeSwappedTransfer):
     def submit(self, destination, source):
         if is_plain(source) and not self.accelerator.on_device(source):
             with contextlib.suppress(TransferError):  # what is refused, `submit` refuses too
-                source = swap_out(source, self.config.path, block_bytes=4096)
+                source = swap_out(source, self.config.path, checksum_bytes=4096)
         return super().submit(destination, source)
 
 
@@ -114,7 +114,7 @@ class TestNvmeSwappedWithOneBuffer(OnFiles):
 
 
 class TestNvmeSwappedUnchecked(OnFiles):
-    options: typing.ClassVar = {"buffers": 5, "checksums": False, "block_bytes": 4096}
+    options: typing.ClassVar = {"buffers": 5, "checksums": False, "request_bytes": 4096}
 
 
 class TestDefaultPolicy(OnEveryAccelerator):

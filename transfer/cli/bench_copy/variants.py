@@ -29,7 +29,6 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     NVME_SWAPPED: {},
     "nvme_swapped, cast on the host": {"cast": "host"},
     "nvme_swapped, no checksums": {"checksums": False},
-    "nvme_swapped, aio": {"reader": "aio"},
 }
 
 
@@ -85,7 +84,7 @@ def file_schemes(
     """What reads the file, or copies from the memory that DeepSpeed reads it into; and these strategies."""
     section: Any = config.section(NVME_SWAPPED)
     schemes = []
-    for name, baseline in make_file_baselines(accelerator, dtype, section.threads, section.block_bytes).items():
+    for name, baseline in make_file_baselines(accelerator, dtype, section.threads, section.request_bytes).items():
         right_bits = True if getattr(baseline, "copies", True) else None
         from_here = swapped if baseline.reads_swapped else source
         schemes.append(Scheme(name, "baseline", baseline, from_here, right_bits=right_bits))

@@ -150,7 +150,7 @@ def _describe_files(options: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     section: Any = resolve_config(options["config"]).section(NVME_SWAPPED)
     kind = file_system(Path(options["nvme"]).expanduser())
-    return {"file_system": kind, "threads": section.threads, "block_bytes": section.block_bytes}
+    return {"file_system": kind, "threads": section.threads, "block_bytes": section.request_bytes}
 
 
 def _obstacle(ranks: Ranks, attempt: Callable[[], object]) -> str | None:

@@ -65,7 +65,7 @@ def config_yaml(profile: MachineProfile) -> str:
         lines.append(f"  {name}: {{chunk_elements: {ring.chunk_elements}, buffers: {ring.buffers}}}")
     if profile.drive is not None:
         best = profile.drive.best_read
-        lines.append(f"  nvme_swapped: {{threads: {best.threads}, block_bytes: {best.block_bytes}}}")
+        lines.append(f"  nvme_swapped: {{threads: {best.threads}, request_bytes: {best.block_bytes}}}")
     return "\n".join(lines)
 
 
