@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
+import threading
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import cast
 
 from torch import Tensor
 
@@ -13,17 +13,21 @@ from accelerators import Accelerator
 from .accelerator_choice import AcceleratorChoice
 from .config_file import ConfigLike, resolve_config
 from .errors import MachineProfileWarning, warn_caller
-from .interface import HOST_WAITS
+from .interface import HostToDeviceTransfer
 from .measured.cost_model import choose
 from .measured.profile import MachineProfile
 from .nvme import SwappedTensor
 from .registry import MEASURED, get_strategy
-from .strategies import PinnedDirectConfig
+from .strategies.pinned_direct import NOT_PAGE_LOCKED
 
 #: What reads files; it is not asked for tensors.
 NVME_SWAPPED = "nvme_swapped"
-#: Below this many bytes the fixed cost of staging outweighs what it gains.
+#: Below this many bytes at the destination, the fixed cost of staging outweighs what it gains.
 SMALL_BYTES = 2**20
+#: The same for a source that is page-locked already, where nothing is staged.
+SMALL_PAGE_LOCKED_BYTES = 2**16
+#: What tensors are copied by where nothing else is asked for, the fastest first.
+ROWS = ("pinned_direct", "pinned_staged", "pageable")
 
 
 @dataclass(frozen=True)
@@ -33,25 +37,30 @@ class Decision:
     Attributes:
         strategy: A registered name.
         reason: One sentence a user can act on.
+        instead_of: The strategy that a rule or ``strategy`` names and that cannot make this copy, or None.
     """
 
     strategy: str
     reason: str
+    instead_of: str | None = None
 
 
 class TransferPolicy:
     """Picks a strategy for each copy from what the tensors are at that moment.
 
-    Pure: keeps nothing about tensors seen before, pins nothing, copies nothing. Making one calls no
-    accelerator. With ``strategy: measured`` it reads the machine's profile when it is made; where
-    there is none, or one of another machine, the first ``select`` warns once and the default policy applies.
+    Keeps nothing about tensors seen before, pins nothing, copies nothing. It holds the strategies, which take no
+    memory before their first copy. Making one calls no accelerator. With ``strategy: measured`` it reads the
+    machine's profile when it is made; where there is none, or one of another machine, the first ``select`` warns
+    once and the default applies.
 
-    Values in a file are for ``nvme_swapped``, or for a rule's or ``strategy``'s choice that reads files too; with
-    ``strategy: nvme_swapped``, tensors go by the default. For tensors, the first match decides: a copy within one
-    side is ``pageable``; ``rules``, in order; ``strategy``, if it is not ``measured``; under 1 MiB at the
-    destination, or an accelerator without streams, events or pinning is ``pageable``. Then ``measured`` takes the
-    fastest, and the default ``pinned_direct`` for a source that is device-registered or that ``prepare`` may
-    page-lock, and ``pinned_staged`` for everything else.
+    The first row that holds, and whose strategy has no reason not to (``why_not``):
+
+    1. ``rules``, in order; then ``strategy``, unless it is ``measured``. Where such a strategy cannot make the copy,
+       the rows below decide; with ``fallback: false`` the copy is an error.
+    2. A copy within the host or within the device: ``pageable``. Values in a file: ``nvme_swapped``.
+    3. ``measured``: the fastest by the profile.
+    4. Too small to gain from anything else, or an accelerator without streams, events or pinning: ``pageable``.
+    5. ``pinned_direct``, ``pinned_staged``, ``pageable``.
 
     Args:
         config: As for ``build_transfer``.
@@ -64,66 +73,79 @@ class TransferPolicy:
     def __init__(self, config: ConfigLike | None = None, accelerator: Accelerator | str | None = None) -> None:
         self.config = resolve_config(config)
         self._choice = AcceleratorChoice(accelerator if accelerator is not None else self.config.accelerator)
-        self._direct = cast(PinnedDirectConfig, self.config.section("pinned_direct"))
-        self._profile = MachineProfile.load() if self.config.strategy == MEASURED else None
-        self._profile_checked = self.config.strategy != MEASURED
-        self._candidates = {name: self.config.section(name) for name in ("pinned_direct", "pinned_staged", "pageable")}
+        asked = self.config.strategy
+        #: The strategy that was asked for by name.
+        self._asked = asked if asked != MEASURED else None
+        self._profile = MachineProfile.load() if asked == MEASURED else None
+        self._profile_checked = asked != MEASURED
+        self._strategies: dict[str, HostToDeviceTransfer] = {}
+        self._lock = threading.RLock()
 
-    def select(self, destination: Tensor, source: Tensor | SwappedTensor) -> Decision:
+    def __repr__(self) -> str:
+        return f"TransferPolicy({self.config!r}, accelerator={self._choice.name!r})"
+
+    @property
+    def strategies(self) -> tuple[HostToDeviceTransfer, ...]:
+        """Those that were asked for up to now."""
+        return tuple(self._strategies.values())
+
+    def strategy(self, name: str) -> HostToDeviceTransfer:
+        """The strategy of a name, with its section of the configuration; made when it is first asked for."""
+        found = self._strategies.get(name)
+        if found is None:
+            with self._lock:
+                found = self._strategies.get(name)
+                if found is None:
+                    made = get_strategy(name)(
+                        self.config.section(name), self._choice.given, fallback=self.config.fallback
+                    )
+                    found = self._strategies[name] = made
+        return found
+
+    def select(self, destination: Tensor, source: Tensor | SwappedTensor, *, waits: bool = False) -> Decision:
         """The strategy for one copy. Takes about ten microseconds and does not block.
 
         Args:
             destination: Any tensor.
             source: A tensor of the same shape, or values in a file.
+            waits: Whether the caller waits at once, as ``copy`` does.
 
         Raises:
             AcceleratorFailedError: The accelerator is unknown or not available here.
         """
-        if isinstance(source, SwappedTensor):
-            return self._swapped(destination, source)
-        decision = self._for_tensor(destination, source)
-        if self.config.strategy != NVME_SWAPPED:
-            return decision
-        why = "`strategy: nvme_swapped` is for values in files, and this source is in memory."
-        return Decision(decision.strategy, f"{why} {decision.reason}")
+        return self.choose(self._choice.resolve(), destination, source, waits=waits)
 
-    def _for_tensor(self, destination: Tensor, source: Tensor) -> Decision:
-        accelerator = self._choice.resolve()
-        if not accelerator.on_device(destination):
-            return Decision("pageable", f"The destination is not in the memory of {accelerator.name}.")
-        if not accelerator.on_host(source):
-            return Decision("pageable", "The source is on the device, so this is a plain device copy.")
-        pinned = accelerator.is_pinned(source)
-        for index, rule in enumerate(self.config.rules):
-            if rule.use != NVME_SWAPPED and rule.when.holds(destination, source, pinned):
-                return Decision(rule.use, f"rules[{index}] matches ({rule.when}).")
-        if self.config.strategy not in (None, MEASURED, NVME_SWAPPED):
-            return Decision(str(self.config.strategy), f"The configuration says `strategy: {self.config.strategy}`.")
-        size = destination.numel() * destination.element_size()
-        if size < SMALL_BYTES:
-            return Decision(
-                "pageable", f"{size} bytes are too few for staging to pay off ({SMALL_BYTES} would be enough)."
-            )
-        obstacle = accelerator.capabilities.why_not("streams", "events", "pins_host_memory")
-        if obstacle is not None:
-            return Decision("pageable", obstacle)
-        profile = self._profile_of(accelerator)
-        if profile is None:
-            return self._default(accelerator, source, pinned)
-        return self._measured(profile, accelerator, destination, source, pinned)
-
-    def _swapped(self, destination: Tensor, source: SwappedTensor) -> Decision:
-        """For values in a file: a strategy that was asked for and reads files, or ``nvme_swapped``."""
-        for index, rule in enumerate(self.config.rules):
-            if get_strategy(rule.use).reads_swapped and rule.when.holds(destination, source, False):
-                return Decision(rule.use, f"rules[{index}] matches ({rule.when}).")
-        asked = self.config.strategy
-        if asked not in (None, MEASURED) and get_strategy(asked).reads_swapped:
-            return Decision(asked, f"The configuration says `strategy: {asked}`.")
-        return Decision(NVME_SWAPPED, "The values are in a file, and are copied on while it is read.")
+    def choose(
+        self,
+        accelerator: Accelerator,
+        destination: Tensor,
+        source: Tensor | SwappedTensor,
+        *,
+        waits: bool,
+        without: Collection[str] = (),
+    ) -> Decision:
+        """As ``select``, on an accelerator that is known, and without strategies that the system has just refused."""
+        if isinstance(source, Tensor):
+            if not accelerator.on_device(destination):
+                return Decision("pageable", f"The destination is not in the memory of {accelerator.name}.")
+            if not accelerator.on_host(source):
+                return Decision("pageable", "The source is on the device, so this is a plain device copy.")
+        named = self._named(accelerator, destination, source)
+        if named is None or named.strategy in without:
+            decision = self._rows(accelerator, destination, source, waits, without)
+            if self._asked != NVME_SWAPPED or not isinstance(source, Tensor):
+                return decision
+            why = "`strategy: nvme_swapped` is for values in files, and this source is in memory."
+            return Decision(decision.strategy, f"{why} {decision.reason}")
+        obstacle = self.strategy(named.strategy).why_not(destination, source) if self.config.fallback else None
+        if obstacle is None:
+            return named
+        instead = self._rows(accelerator, destination, source, waits, without)
+        told = None if obstacle.startswith(NOT_PAGE_LOCKED) else named.strategy
+        return Decision(instead.strategy, f"`{named.strategy}` cannot make this copy. {obstacle}", told)
 
     def preparing(self, source: Tensor | SwappedTensor) -> tuple[str, ...]:
-        """The strategies to which ``prepare`` should hand a source that will be copied from many times.
+        """The strategies that may copy a source once it is prepared, and so are to prepare it.
 
         Raises:
             AcceleratorFailedError: The accelerator is unknown or not available here.
@@ -132,29 +154,85 @@ class TransferPolicy:
         if isinstance(source, SwappedTensor) or not accelerator.on_host(source):
             return ()
         chosen = {rule.use for rule in self.config.rules}
-        if self.config.strategy not in (None, MEASURED, NVME_SWAPPED):
-            return tuple(sorted(chosen | {str(self.config.strategy)}))
-        if (
-            source.numel() * source.element_size() >= SMALL_BYTES
-            and self._why_not_page_lock(accelerator, source) is None
+        if self._asked not in (None, NVME_SWAPPED):
+            chosen.add(str(self._asked))
+        elif (
+            source.numel() * source.element_size() >= SMALL_PAGE_LOCKED_BYTES
+            and accelerator.capabilities.why_not("registers_host_memory", "streams", "events") is None
         ):
             chosen.add("pinned_direct")
         return tuple(sorted(chosen))
 
-    def _measured(
-        self, profile: MachineProfile, accelerator: Accelerator, destination: Tensor, source: Tensor, pinned: bool
+    def _named(self, accelerator: Accelerator, destination: Tensor, source: Tensor | SwappedTensor) -> Decision | None:
+        """What the first rule that holds says, or ``strategy``; None where neither is for such a source."""
+        from_file = isinstance(source, SwappedTensor)
+
+        def is_for(name: str) -> bool:
+            return get_strategy(name).reads_swapped if from_file else name != NVME_SWAPPED
+
+        for index, rule in enumerate(self.config.rules):
+            if is_for(rule.use):
+                # Asked only where a rule needs it: a vendor's `is_pinned` may raise.
+                asks = rule.when.source_pinned is not None
+                pinned = asks and isinstance(source, Tensor) and accelerator.is_pinned(source)
+                if rule.when.holds(destination, source, pinned):
+                    return Decision(rule.use, f"rules[{index}] matches ({rule.when}).")
+        if self._asked is not None and is_for(self._asked):
+            return Decision(self._asked, f"The configuration says `strategy: {self._asked}`.")
+        return None
+
+    def _rows(
+        self,
+        accelerator: Accelerator,
+        destination: Tensor,
+        source: Tensor | SwappedTensor,
+        waits: bool,
+        without: Collection[str],
     ) -> Decision:
-        candidates = self._candidates
-        if not source.is_contiguous() or not (pinned or self._why_not_page_lock(accelerator, source) is None):
-            candidates = {name: config for name, config in candidates.items() if name != "pinned_direct"}
+        """What nothing in the configuration names."""
+        if isinstance(source, SwappedTensor):
+            return Decision(NVME_SWAPPED, "The values are in a file, and are copied on while it is read.")
+        profile = self._profile_of(accelerator)
+        if profile is not None:
+            return self._measured(profile, destination, source, waits, without)
+        reason = "The source is page-locked, so the device reads and casts it itself."
+        for name in ROWS:
+            obstacle = self._why_not(name, accelerator, destination, source)
+            if obstacle is None and name in without:
+                obstacle = f"The system refuses what `{name}` needs."
+            if obstacle is None:
+                break
+            reason = obstacle
+        return Decision(name, reason)
+
+    def _why_not(self, name: str, accelerator: Accelerator, destination: Tensor, source: Tensor) -> str | None:
+        """Why a row is passed over: it does not pay, or its strategy cannot make the copy."""
+        if name == "pageable":
+            return None
+        size = destination.nbytes
+        if size < SMALL_PAGE_LOCKED_BYTES or (name == "pinned_staged" and size < SMALL_BYTES):
+            return f"{size} bytes are too few for staging to pay off ({SMALL_BYTES} would be enough)."
+        if name == "pinned_staged":  # it needs no streams, but without them it overlaps nothing
+            missing = accelerator.capabilities.why_not("streams")
+            if missing is not None:
+                return missing
+        return self.strategy(name).why_not(destination, source)
+
+    def _measured(
+        self, profile: MachineProfile, destination: Tensor, source: Tensor, waits: bool, without: Collection[str]
+    ) -> Decision:
+        """The fastest of the strategies that can make the copy."""
+        able = [
+            name for name in ROWS if name not in without and self.strategy(name).why_not(destination, source) is None
+        ]
         choice = choose(
             profile,
-            candidates,
+            {name: self.config.section(name) for name in able},
             source.numel(),
             source.dtype,
             destination.dtype,
-            deferred=self.config.completion == "deferred" and not HOST_WAITS.get(),
-            source_pinned=pinned,
+            deferred=self.config.completion == "deferred" and not waits,
+            source_pinned="pinned_direct" in able,
         )
         return Decision(choice.strategy, choice.reason)
 
@@ -169,33 +247,3 @@ class TransferPolicy:
                 self._profile = None
                 warn_caller(f"`strategy: measured` falls back to the default policy. {reason}", MachineProfileWarning)
         return self._profile
-
-    def _default(self, accelerator: Accelerator, source: Tensor, pinned: bool) -> Decision:
-        if not source.is_contiguous():
-            return Decision("pinned_staged", "The source is not contiguous, so it is cast into staging buffers.")
-        if pinned:
-            return Decision(
-                "pinned_direct", "The source is device-registered, so the device reads and casts it itself."
-            )
-        obstacle = self._why_not_page_lock(accelerator, source)
-        if obstacle is not None:
-            return Decision("pinned_staged", f"The source is cast into pinned staging buffers. {obstacle}")
-        return Decision(
-            "pinned_direct", "The source may be page-locked in place: `prepare` does it, and until then it is staged."
-        )
-
-    def _why_not_page_lock(self, accelerator: Accelerator, source: Tensor) -> str | None:
-        """Why ``prepare`` would not page-lock this source, as one sentence, or None."""
-        if not self._direct.page_lock:
-            return "`pinned_direct.page_lock` is false."
-        if not self.config.fallback:
-            # Nobody knows whether it was prepared, and not to have been would be an error.
-            return "With `fallback: false`, `strategy: pinned_direct` asks for page-locking in place."
-        num_bytes = source.untyped_storage().nbytes()
-        if self._budget is not None and num_bytes > self._budget:
-            return f"Its {num_bytes} bytes are more than `pinned_direct.max_page_locked` ({self._budget})."
-        return accelerator.capabilities.why_not("registers_host_memory")
-
-    @functools.cached_property
-    def _budget(self) -> int | None:
-        return self._direct.page_lock_budget_bytes()

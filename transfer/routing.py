@@ -1,10 +1,9 @@
-"""One transfer that routes every copy through a policy: what users and ZeRO-3 hold."""
+"""One transfer that routes every copy through a policy: what users and ZeRO-3 hold. Falling back lives here alone."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 from typing import Any
 
 from torch import Tensor
@@ -12,12 +11,12 @@ from torch import Tensor
 from accelerators import Accelerator
 
 from .config_file import ConfigLike, resolve_config
+from .errors import FallbackWarning, StrategyUnavailableError, warn_caller
 from .in_flight import InFlightCopy
 from .interface import HostToDeviceTransfer
 from .policy import Decision, TransferPolicy
-from .registry import get_strategy
+from .schema.model import StrategyConfig
 from .stats import StrategyStats, merged
-from .strategies.buffered import ExclusiveTransfer
 
 logger = logging.getLogger("transfer")
 
@@ -26,12 +25,17 @@ MOST_LOGGED = 32
 
 
 class RoutedTransfer(HostToDeviceTransfer):
-    """Sends each copy to the strategy that its policy selects; strategies are made when first used.
+    """Sends each copy to the strategy that its policy selects.
+
+    Where a strategy that was asked for cannot make a copy, or the system refuses what one needs, the copy falls back:
+    to the same strategy with a simpler configuration, if it has one, else to the policy's next. A ``FallbackWarning``
+    says so, once for each strategy; with ``fallback: false`` it is a ``StrategyUnavailableError``. The next copy
+    tries again.
 
     Each different decision is logged once, at level INFO, under the logger ``transfer``.
 
     Args:
-        policy: Selects strategies, and holds the configuration of each.
+        policy: Selects strategies, and holds them.
         accelerator: As for ``build_transfer``.
     """
 
@@ -41,64 +45,117 @@ class RoutedTransfer(HostToDeviceTransfer):
         super().__init__(None, accelerator, fallback=policy.config.fallback)
         self.policy = policy
         self.config = policy.config
-        self._strategies: dict[str, HostToDeviceTransfer] = {}
-        self._lock = threading.RLock()
+        self._simpler: dict[HostToDeviceTransfer, HostToDeviceTransfer] = {}
         self._logged: set[Decision] = set()
+        self._warned: set[str] = set()
 
     @property
     def pinned_bytes(self) -> int:
-        return sum(strategy.pinned_bytes for strategy in tuple(self._strategies.values()))
+        return sum(strategy.pinned_bytes for strategy in self._strategies)
 
     @property
     def page_locked_bytes(self) -> int:
-        return sum(strategy.page_locked_bytes for strategy in tuple(self._strategies.values()))
+        return sum(strategy.page_locked_bytes for strategy in self._strategies)
 
     @property
     def scratch_bytes(self) -> int:
-        return sum(strategy.scratch_bytes for strategy in tuple(self._strategies.values()))
+        return sum(strategy.scratch_bytes for strategy in self._strategies)
 
     def stats(self) -> dict[str, StrategyStats]:
-        return merged(*(strategy.stats() for strategy in tuple(self._strategies.values())))
+        return merged(*(strategy.stats() for strategy in self._strategies))
 
     def prepare(self, source: Tensor) -> None:
         for name in self.policy.preparing(source):
-            self._strategy(name).prepare(source)
+            self._prepare(name, source)
 
     def unprepare(self, source: Tensor) -> None:
-        for strategy in tuple(self._strategies.values()):
+        for strategy in self._strategies:
             strategy.unprepare(source)
 
     def close(self) -> None:
         if self._is_forked:
             return
         with contextlib.ExitStack() as closing:  # closes every one of them, and raises an error after
-            for strategy in tuple(self._strategies.values()):
+            for strategy in self._strategies:
                 closing.callback(strategy.close)
 
-    def _run(self, destination: Tensor, source: Any) -> InFlightCopy:
-        return self._submit(destination, source)  # the strategy counts
+    def _prepare(self, name: str, source: Tensor) -> None:
+        try:
+            self.policy.strategy(name).prepare(source)
+        except StrategyUnavailableError as error:
+            if not self.fallback:
+                raise
+            self._warn(f"prepare {name}", f"{error} Copies from there take a slower strategy")
+
+    @property
+    def _strategies(self) -> tuple[HostToDeviceTransfer, ...]:
+        return (*self.policy.strategies, *tuple(self._simpler.values()))
+
+    def _run(self, accelerator: Accelerator, destination: Tensor, source: Any, waits: bool) -> InFlightCopy:
+        decision = self.policy.choose(accelerator, destination, source, waits=waits)
+        strategy = self.policy.strategy(decision.strategy)
+        self._say(decision)
+        if not self.fallback:
+            return strategy._run(accelerator, destination, source, waits)
+        try:
+            return strategy._perform(accelerator, destination, source, waits)
+        except StrategyUnavailableError as error:
+            return self._fall_back(error, strategy, [decision.strategy], accelerator, destination, source, waits)
 
     def _submit(self, destination: Tensor, source: Any) -> InFlightCopy:
-        decision = self.policy.select(destination, source)
+        return self._run(self.accelerator, destination, source, waits=False)
+
+    def _fall_back(
+        self,
+        error: StrategyUnavailableError,
+        strategy: HostToDeviceTransfer,
+        refused: list[str],
+        accelerator: Accelerator,
+        destination: Tensor,
+        source: Any,
+        waits: bool,
+    ) -> InFlightCopy:
+        """Makes a copy for which a strategy was refused what it needs; nothing is written yet."""
+        reason: str | None = str(error)
+        while True:
+            strategy._counters.add(passed_on=1)
+            if strategy.why_not(destination, source) is None:  # else it was overtaken, by an `unprepare` perhaps
+                self._warn(f"{refused[-1]} {strategy.config}", f"{reason} The copy takes a slower way")
+            simpler = self._simplified(strategy)
+            if simpler is not None:
+                strategy = simpler
+            else:
+                decision = self.policy.choose(accelerator, destination, source, waits=waits, without=refused)
+                if decision.strategy in refused:
+                    raise error
+                refused.append(decision.strategy)
+                strategy = self.policy.strategy(decision.strategy)
+            try:
+                return strategy._perform(accelerator, destination, source, waits)
+            except StrategyUnavailableError as another:
+                error, reason = another, str(another)
+
+    def _simplified(self, strategy: HostToDeviceTransfer) -> HostToDeviceTransfer | None:
+        """The same strategy with a configuration that needs less, or None."""
+        config = strategy.config.simpler() if isinstance(strategy.config, StrategyConfig) else None
+        if config is None:
+            return None
+        if strategy not in self._simpler:
+            self._simpler[strategy] = type(strategy)(config, self._choice.given)
+        return self._simpler[strategy]
+
+    def _say(self, decision: Decision) -> None:
         if decision not in self._logged and len(self._logged) < MOST_LOGGED:
             self._logged.add(decision)
             logger.info("%s: %s", decision.strategy, decision.reason)
-        strategy = self._strategy(decision.strategy)
-        strategy._check_process()
-        return strategy._run(destination, source)
+        if decision.instead_of is not None:
+            self._warn(decision.instead_of, f"{decision.reason} The copy takes `{decision.strategy}`")
+            self.policy.strategy(decision.instead_of)._counters.add(passed_on=1)
 
-    def _strategy(self, name: str) -> HostToDeviceTransfer:
-        strategy = self._strategies.get(name)
-        if strategy is None:
-            with self._lock:
-                if name not in self._strategies:
-                    config = self.policy.config.section(name)
-                    made = get_strategy(name)(config, self._choice.given, fallback=self.fallback)
-                    if isinstance(made, ExclusiveTransfer):
-                        made.share_stand_in(self._strategy)
-                    self._strategies[name] = made
-                strategy = self._strategies[name]
-        return strategy
+    def _warn(self, about: str, message: str) -> None:
+        if about not in self._warned:
+            self._warned.add(about)
+            warn_caller(f"{message}, which is slower; `fallback: false` makes this an error.", FallbackWarning)
 
 
 def build_transfer(

@@ -51,6 +51,14 @@ def paired_chunks(destination: Tensor, source: Tensor, chunk_elements: int) -> I
         yield destination.narrow(0, offset, length), source.narrow(0, offset, length)
 
 
+def pairs_from(destination: Tensor, first: int, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields views of a destination from an element on, and the flat values that belong there, shaped alike."""
+    offset = 0
+    for view in views_of_range(destination, first, first + values.numel()):
+        yield view, values.narrow(0, offset, view.numel()).view(view.shape)
+        offset += view.numel()
+
+
 def views_of_range(tensor: Tensor, begin: int, end: int) -> Iterator[Tensor]:
     """Yields views that hold the elements from ``begin`` to ``end``, in logical order, of any strides.
 

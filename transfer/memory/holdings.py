@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Hashable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
 
@@ -16,6 +17,20 @@ class Holding(Protocol):
 
     def close(self) -> None:
         """Waits for the copies that use the resources, and gives them back. Idempotent."""
+
+
+class Threads:
+    """A pool of threads, as a holding."""
+
+    def __init__(self, number: int) -> None:
+        self.pool = ThreadPoolExecutor(number, thread_name_prefix="h2d-read")
+
+    def open(self) -> None:
+        """The pool starts threads when it is given work."""
+
+    def close(self) -> None:
+        """Waits for the threads and ends them."""
+        self.pool.shutdown()
 
 
 HoldingT = TypeVar("HoldingT", bound=Holding)

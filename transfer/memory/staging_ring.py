@@ -20,21 +20,21 @@ class StagingBuffer:
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
-        self._guard: Any = None
+        self._guards: tuple[Any, ...] = ()
 
     def reclaim(self) -> None:
         """Blocks the host until no copy reads this buffer."""
-        if self._guard is not None:
-            self._guard.synchronize()
-            self._guard = None
+        for event in self._guards:
+            event.synchronize()
+        self._guards = ()
 
-    def guard(self, event: Any) -> None:
-        """Names the event after which the buffer may be written again."""
-        self._guard = event
+    def guard(self, *events: Any) -> None:
+        """Names the events after which the buffer may be written again."""
+        self._guards = events
 
-    def forget_guard(self) -> None:
+    def forget_guards(self) -> None:
         """For when the device is known to be idle."""
-        self._guard = None
+        self._guards = ()
 
 
 class StagingRing:
@@ -120,24 +120,24 @@ class StagingRing:
         Returns:
             The event after which ``target`` holds the values.
         """
-        started = time.perf_counter()
         buffer = self.acquire()
-        acquired = time.perf_counter()
+        started = time.perf_counter()
         staged = buffer.memory.narrow(0, 0, values.numel()).view(values.shape)
         staged.copy_(values)
-        cast = time.perf_counter()
+        self._counters.add(pieces=1, cast_seconds=time.perf_counter() - started)
         self._accelerator.enqueue_copy(target, staged)
         event = self._accelerator.Event()  # type: ignore[misc]  # not None: has events
         event.record()
         buffer.guard(event)
-        self._counters.add(pieces=1, wait_seconds=acquired - started, cast_seconds=cast - acquired)
         return event
 
     def acquire(self) -> StagingBuffer:
         """The next buffer, once no copy reads it any more. Blocks the host for that."""
         buffer = self._buffers[self._next]
         self._next = (self._next + 1) % len(self._buffers)
+        started = time.perf_counter()
         buffer.reclaim()
+        self._counters.add(wait_seconds=time.perf_counter() - started)
         return buffer
 
     def close(self) -> None:
@@ -153,5 +153,5 @@ class StagingRing:
         if self._unsettled:
             self._accelerator.synchronize(self._device_index)
             for buffer in self._buffers:
-                buffer.forget_guard()
+                buffer.forget_guards()
             self._unsettled = False

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+from typing_extensions import Self
 
 from ..errors import ConfigError
 from .problems import problems_of, shown
@@ -40,6 +41,10 @@ class ConfigModel(BaseModel, metaclass=_RaisesConfigError):
 
 class StrategyConfig(ConfigModel):
     """Base of every strategy's own configuration; has no fields."""
+
+    def simpler(self) -> Self | None:
+        """What needs less, to be tried where the system refuses what this needs; None: there is nothing."""
+        return None
 
 
 C = TypeVar("C", bound=ConfigModel)

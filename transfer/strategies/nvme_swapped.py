@@ -5,34 +5,33 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any, ClassVar
 
 import torch
 from pydantic import BeforeValidator
 from torch import Tensor
+from typing_extensions import Self
 
-from accelerators import Accelerator
 from accelerators.errors import REFUSALS
 
-from ..errors import ConfigError, FallbackWarning, warn_caller
-from ..in_flight import InFlightCopy
-from ..memory.scratch_ring import ScratchLanes
-from ..memory.staging_ring import StagingBuffer
+from ..errors import ConfigError, StrategyUnavailableError
+from ..in_flight import FINISHED, EventCopy, InFlightCopy, finish_stream
+from ..memory.chunks import pairs_from, plan_chunks
+from ..memory.holdings import Threads
+from ..memory.ordinary_memory import OrdinaryMemory
+from ..memory.scratch_ring import ScratchRing
+from ..memory.staging_ring import StagingBuffer, StagingRing
 from ..nvme.aligned_memory import ALIGNMENT_BYTES, buffer_of, round_up
 from ..nvme.checksums import CHECKSUM_BYTES
-from ..nvme.read_ahead import Chunk, reading
+from ..nvme.read_ahead import reading
 from ..nvme.swapped_tensor import SwappedTensor
 from ..nvme.writing import swap_out
 from ..schema.fields import BufferCount, Directory, Elements, Flag, ThreadCount, one_of, parse_size, refuse
 from ..schema.model import StrategyConfig
-from ._nvme_holdings import NvmeHoldings
-from ._nvme_routes import DeviceCastRoute, HostCastRoute, HostMemory, PlainRoute, Route
-from .buffered import ExclusiveTransfer
-from .pinned_staged import PinnedStagedTransfer
+from .buffered import BufferedTransfer
 
 #: One casts on the device while the other fills.
-_LANES = 2
+_SLOTS = 2
 
 
 def _reader(value: Any) -> str:
@@ -70,6 +69,7 @@ class NvmeSwappedConfig(StrategyConfig):
             others read at the same time.
         buffers: How many.
         cast: Where the values are cast: ``device`` or ``host``.
+        pinned: Whether files are read into pinned memory. False: into ordinary memory, which torch copies from.
         reader: ``posix``, the system's ``preadv``: the one there is.
         threads: How many read at once.
         request_bytes: The most that a thread asks the drive for at a time; a multiple of 4096.
@@ -82,6 +82,7 @@ class NvmeSwappedConfig(StrategyConfig):
     chunk_elements: Elements = 2**22
     buffers: BufferCount = 8
     cast: Cast = "device"
+    pinned: Flag = True
     reader: Reader = "posix"
     threads: ThreadCount = 12
     request_bytes: RequestBytes = 2**22
@@ -100,52 +101,32 @@ class NvmeSwappedConfig(StrategyConfig):
     @property
     def scratch_bytes(self) -> int:
         """Bytes of device memory for each device and source dtype, where the device casts."""
-        return self.chunk_bytes * _LANES
+        return self.chunk_bytes * _SLOTS
+
+    def simpler(self) -> Self | None:
+        if not self.pinned:
+            return None
+        return self.model_copy(update={"cast": "host"} if self.cast == "device" else {"pinned": False})
 
 
-class NvmeSwappedTransfer(ExclusiveTransfer):
+class NvmeSwappedTransfer(BufferedTransfer):
     """Reads a file chunk by chunk into pinned memory, while earlier chunks are cast and copied.
 
-    With ``cast: device``, the bytes of the file cross as they are into device scratch and are cast there: no work
-    for the host but to read, and to check the checksums. With ``cast: host``, and where there are no streams or
-    no scratch, the host casts into pinned staging buffers. Where there is nothing to pin, and to destinations on the
-    host, values are cast right into the destination.
+    With ``cast: device``, the bytes of the file are copied as they are into device scratch and cast there: the host
+    only reads, and checks the checksums. With ``cast: host``, and on accelerators without streams, the host casts
+    into pinned staging buffers. Without pinned memory (``pinned: false``, accelerators that pin none, destinations on
+    the host) the values are copied as torch does it.
 
     ``submit`` blocks while the file is read; the last ``buffers`` chunks are in flight when it returns, and
     the file may change or go then. Every chunk is checked before any of it is used: where a file is damaged, the
-    destination holds old values from there on. Pins ``Config.pinned_bytes`` for each device. A source that is a
-    tensor goes to ``pinned_staged``. Threads take turns; a submit from inside another one of the same thread
-    uses memory of its own, which is not pinned.
-
-    Where pinning is refused, files are read into pageable memory after one ``FallbackWarning``. With
-    ``fallback=False`` that is a ``StrategyUnavailableError``.
+    destination holds old values from there on. Pins ``Config.pinned_bytes`` for each device; where that or the scratch
+    is refused, ``submit`` raises ``StrategyUnavailableError``. Threads take turns.
     """
 
     name = "nvme_swapped"
     reads_swapped = True
     Config = NvmeSwappedConfig
     config: NvmeSwappedConfig
-
-    def __init__(
-        self,
-        config: NvmeSwappedConfig | Mapping[str, Any] | None = None,
-        accelerator: Accelerator | str | None = None,
-        *,
-        fallback: bool = True,
-        **options: Any,
-    ) -> None:
-        self._held: NvmeHoldings = NvmeHoldings()
-        self._stand_in = PinnedStagedTransfer(accelerator=accelerator, fallback=fallback)
-        self._no_scratch_on: Accelerator | None = None
-        super().__init__(config, accelerator, fallback=fallback, **options)
-
-    @property
-    def pinned_bytes(self) -> int:
-        return self._held.pinned_bytes + super().pinned_bytes
-
-    @property
-    def scratch_bytes(self) -> int:
-        return self._held.scratch_bytes
 
     def swap_out(self, tensor: Tensor, name: str | None = None) -> SwappedTensor:
         """As ``transfer.nvme.swap_out``, to ``nvme_swapped.path`` and with ``nvme_swapped.checksums``.
@@ -165,106 +146,142 @@ class NvmeSwappedTransfer(ExclusiveTransfer):
             checksum_bytes=min(CHECKSUM_BYTES, self.config.chunk_bytes),
         )
 
-    def _crosses(self, accelerator: Accelerator, destination: Tensor, source: Any) -> bool:  # noqa: ARG002
-        return isinstance(source, SwappedTensor)
+    def why_not(self, destination: Tensor, source: Any) -> str | None:  # noqa: ARG002
+        return None if isinstance(source, SwappedTensor) else "It copies values in files, and this source is a tensor."
 
-    def _cross(self, accelerator: Accelerator, destination: Tensor, source: SwappedTensor) -> InFlightCopy:
-        self._held.release()  # where an earlier close was interrupted
-        route = self._route(accelerator, destination, source.dtype)
-        return self._read(route, self._held.pool(self.config.threads), source)
+    def _submit(self, destination: Tensor, source: SwappedTensor) -> InFlightCopy:
+        capabilities = self.accelerator.capabilities
+        pins = self.config.pinned and capabilities.why_not("events", "pins_host_memory") is None
+        with self._turn():
+            if not pins or not self.accelerator.on_device(destination):
+                return self._plainly(destination, source)
+            if self.config.cast == "device" and capabilities.why_not("streams", "copies_asynchronously") is None:
+                return self._cast_on_device(destination, source)
+            return self._cast_on_host(destination, source)
 
-    def _cross_inside(self, accelerator: Accelerator, destination: Tensor, source: Any) -> InFlightCopy:
-        if not isinstance(source, SwappedTensor):
-            return super()._cross_inside(accelerator, destination, source)
-        memory = HostMemory(self.config.chunk_bytes, self.config.buffers)
-        route = PlainRoute(accelerator, destination, source.dtype, self._counters, memory)
-        with ThreadPoolExecutor(self.config.threads) as pool:
-            return self._read(route, pool, source)
+    def _cast_on_device(self, destination: Tensor, source: SwappedTensor) -> InFlightCopy:
+        ring = self._ring(destination, torch.uint8)
+        scratch = self._scratch(destination, source.dtype)
 
-    def _read(self, route: Route, pool: ThreadPoolExecutor, source: SwappedTensor) -> InFlightCopy:
-        """The pipeline: chunk ``k`` is delivered while the ones behind it are read."""
-        with (
-            route.session(),
-            reading(
-                source,
-                pool,
-                capacity=self.config.chunk_bytes,
-                threads=self.config.threads,
-                request_bytes=self.config.request_bytes,
-                checked=bool(self.config.checksums),
-                direct=route.is_aligned,
-            ) as (ahead, chunks),
-        ):
-            pending: deque[tuple[Chunk, StagingBuffer, Callable[[], None]]] = deque()
+        def deliver(first: int, values: Tensor, buffer: StagingBuffer) -> None:
+            buffer.guard(*[scratch.send(*pair) for pair in pairs_from(destination, first, values)])
+
+        with ring.session(), scratch.session():
+            self._read(source, ring.acquire, deliver, direct=ring.is_aligned(ALIGNMENT_BYTES))
+            return scratch.finish(destination)
+
+    def _cast_on_host(self, destination: Tensor, source: SwappedTensor) -> InFlightCopy:
+        ring = self._ring(destination, destination.dtype)
+        event: Any = None
+
+        def deliver(first: int, values: Tensor, _buffer: StagingBuffer) -> None:
+            nonlocal event
+            for offset, length in plan_chunks(values.numel(), ring.chunk_elements):
+                for pair in pairs_from(destination, first + offset, values.narrow(0, offset, length)):
+                    event = ring.send(*pair)
+
+        with ring.session():
+            self._read(source, self._ordinary_memory().acquire, deliver)
+        return EventCopy(event, destination, counters=self._counters)
+
+    def _plainly(self, destination: Tensor, source: SwappedTensor) -> InFlightCopy:
+        accelerator, index = self.accelerator, destination.device.index
+        stream = accelerator.current_stream(index)
+
+        def deliver(first: int, values: Tensor, _buffer: StagingBuffer) -> None:
+            started = time.perf_counter()
+            for pair in pairs_from(destination, first, values):
+                accelerator.enqueue_copy(*pair)
+            finish_stream(accelerator, stream, index)  # the memory is read into again, and may be copied from late
+            self._counters.add(pieces=1, wait_seconds=time.perf_counter() - started)
+
+        with accelerator.stream(stream):
+            self._read(source, self._ordinary_memory().acquire, deliver)
+        return FINISHED
+
+    def _read(
+        self,
+        source: SwappedTensor,
+        acquire: Callable[[], StagingBuffer],
+        deliver: Callable[[int, Tensor, StagingBuffer], None],
+        *,
+        direct: bool = True,
+    ) -> None:
+        """The pipeline: chunk ``k`` is delivered while the ones behind it are read.
+
+        Args:
+            source: The file.
+            acquire: Memory for the next chunk, once nothing reads it any more.
+            deliver: Sends the values from an element on, which are in such memory, on their way.
+            direct: Whether the memory is aligned, so that reads may go past the page cache.
+        """
+        config = self.config
+        pending: deque[tuple[Any, StagingBuffer, Callable[[], None]]] = deque()
+
+        def deliver_next() -> None:
+            chunk, buffer, wait = pending.popleft()
+            started = time.perf_counter()
+            wait()
+            self._counters.add(read_seconds=time.perf_counter() - started)
+            deliver(
+                chunk.first, buffer.memory.view(torch.uint8)[chunk.skip :][: chunk.num_bytes].view(source.dtype), buffer
+            )
+
+        with reading(
+            source,
+            self._held.get("threads", lambda: Threads(config.threads)).pool,
+            capacity=config.chunk_bytes,
+            threads=config.threads,
+            request_bytes=config.request_bytes,
+            checked=bool(config.checksums),
+            direct=direct,
+        ) as (ahead, chunks):
             for chunk in chunks:
-                if len(pending) == max(1, self.config.buffers - 1):
-                    self._deliver(route, *pending.popleft())
-                buffer = route.acquire()
+                if len(pending) == max(1, config.buffers - 1):
+                    deliver_next()
+                buffer = acquire()
                 pending.append((chunk, buffer, ahead.start(chunk, buffer_of(buffer.memory))))
             while pending:
-                self._deliver(route, *pending.popleft())
-            return route.finish()
+                deliver_next()
 
-    def _deliver(self, route: Route, chunk: Chunk, buffer: StagingBuffer, wait: Callable[[], None]) -> None:
-        started = time.perf_counter()
-        wait()
-        self._counters.add(read_seconds=time.perf_counter() - started)
-        route.deliver(chunk, buffer)
+    def _ring(self, destination: Tensor, dtype: torch.dtype) -> StagingRing:
+        """Pinned memory: to read into, of bytes; to cast into, of the destination's dtype."""
+        accelerator, config, index = self.accelerator, self.config, destination.device.index
 
-    def _route(self, accelerator: Accelerator, destination: Tensor, dtype: torch.dtype) -> Route:
-        """The fastest way that runs here."""
-        common = (accelerator, destination, dtype, self._counters)
-        capacity, buffers = self.config.chunk_bytes, self.config.buffers
-        pins = accelerator.capabilities.why_not("events", "pins_host_memory") is None
-        if self._refused_by is accelerator:
-            self._require_fallback(self._refusal)
-        elif pins and accelerator.on_device(destination):
-            try:
-                ring = self._held.ring(accelerator, destination.device, capacity, buffers)
-            except REFUSALS as error:
-                self._refuse(accelerator, self._pin_refusal(accelerator, error), error)
-            else:
-                lanes = self._lanes(accelerator, destination, dtype)
-                if lanes is not None:
-                    return DeviceCastRoute(*common, ring, lanes)
-                return HostCastRoute(*common, self._host_memory(), ring)
-        return PlainRoute(*common, self._host_memory())
+        def make() -> StagingRing:
+            elements = config.chunk_bytes // dtype.itemsize
+            return StagingRing(accelerator, dtype, elements, config.buffers, index, self._counters)
 
-    def _lanes(self, accelerator: Accelerator, destination: Tensor, dtype: torch.dtype) -> ScratchLanes | None:
-        """Lanes with scratch, or None where the host casts."""
-        missing = accelerator.capabilities.why_not("streams", "copies_asynchronously")
-        if self.config.cast == "host" or missing is not None or self._no_scratch_on is accelerator:
-            return None
-        key = (id(accelerator), destination.device, dtype)
-        lanes = self._held.lanes.get(key)
-        if lanes is None:
-            elements = self.config.chunk_bytes // dtype.itemsize
-            lanes = ScratchLanes(accelerator, dtype, elements, _LANES, destination.device.index)
-            error = lanes.allocate()
-            if error is not None:
-                self._no_scratch_on = accelerator
-                refusal = f"{self.config.scratch_bytes} bytes of device scratch are refused: {error}."
-                self._require_fallback(refusal, error)
-                self._warn(f"{refusal} The host casts; `nvme_swapped.cast: host` avoids this message")
-                return None
-            self._held.lanes[key] = lanes
-        return lanes
+        try:
+            return self._held.get(("ring", destination.device, dtype), make)
+        except REFUSALS as error:
+            raise StrategyUnavailableError(
+                f"nvme_swapped needs {config.pinned_bytes} bytes of pinned memory on {accelerator.name} "
+                f"({config.buffers} buffers of {config.chunk_bytes} bytes). Pinning them failed: {error}. Allow "
+                "this process more locked memory (`ulimit -l`, or the container's memlock setting), lower "
+                "`nvme_swapped.chunk_elements`, or set `nvme_swapped.pinned: false`."
+            ) from error
 
-    def _host_memory(self) -> HostMemory:
-        if self._held.host_memory is None:
-            self._held.host_memory = HostMemory(self.config.chunk_bytes, self.config.buffers)
-        return self._held.host_memory
-
-    def _pin_refusal(self, accelerator: Accelerator, error: BaseException) -> str:
-        return (
-            f"nvme_swapped needs {self.config.pinned_bytes} bytes of pinned memory on {accelerator.name} "
-            f"({self.config.buffers} buffers of {self.config.chunk_bytes} bytes). Pinning them failed: {error}. Allow "
-            "this process more locked memory (`ulimit -l`, or the container's memlock setting) or lower "
-            "`nvme_swapped.chunk_elements`."
+    def _scratch(self, destination: Tensor, dtype: torch.dtype) -> ScratchRing:
+        accelerator, elements, index = (
+            self.accelerator,
+            self.config.chunk_bytes // dtype.itemsize,
+            destination.device.index,
         )
 
-    def _warn_of_stand_in(self, refusal: str) -> None:
-        self._warn(f"{refusal} Files are now read into pageable memory")
+        def make() -> ScratchRing:
+            return ScratchRing(accelerator, dtype, elements, _SLOTS, index, self._counters)
 
-    def _warn(self, message: str) -> None:
-        warn_caller(f"{message}, which is slower; `fallback: false` makes this an error.", FallbackWarning)
+        scratch = self._held.get(("scratch", destination.device, dtype), make)
+        try:
+            scratch.allocate()
+        except REFUSALS as error:
+            raise StrategyUnavailableError(
+                f"{self.config.scratch_bytes} bytes of device scratch are refused: {error}. Lower "
+                "`nvme_swapped.chunk_elements`, or set `nvme_swapped.cast: host`."
+            ) from error
+        return scratch
+
+    def _ordinary_memory(self) -> OrdinaryMemory:
+        config = self.config
+        return self._held.get("memory", lambda: OrdinaryMemory(config.chunk_bytes, config.buffers))
