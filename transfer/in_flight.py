@@ -8,9 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from accelerators import Accelerator
+from accelerators import Accelerator, AcceleratorError
 
 from .accelerator_choice import accelerator_errors
+from .errors import AcceleratorFailedError
 from .stats import Counters
 
 
@@ -80,10 +81,11 @@ class EventCopy(InFlightCopy):
             return
         started = time.perf_counter()
         try:
-            with accelerator_errors():
-                for event in pending[0]:
-                    event.synchronize()
+            for event in pending[0]:
+                event.synchronize()
             self._pending = None
+        except AcceleratorError as error:
+            raise AcceleratorFailedError(str(error)) from error
         finally:
             if self._counters is not None:
                 self._counters.add(wait_seconds=time.perf_counter() - started)

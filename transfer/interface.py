@@ -73,7 +73,7 @@ class HostToDeviceTransfer(ABC):
     config: Any = None
     fallback: bool = True
     _choice: AcceleratorChoice = AcceleratorChoice()
-    _resolved: Accelerator | None = None  # in use since the last copy
+    _accelerator: Any = None  # the one in use since the last copy, or None
     _process: int | None = None
     _counters: Counters
 
@@ -107,7 +107,7 @@ class HostToDeviceTransfer(ABC):
             AcceleratorFailedError: It is unknown, not an accelerator, or not available here.
         """
         current = self._choice.resolve()
-        if current is not self._resolved:
+        if current is not self._accelerator:
             self._use(current)
         return current
 
@@ -128,7 +128,7 @@ class HostToDeviceTransfer(ABC):
 
     def stats(self) -> dict[str, StrategyStats]:
         """What was done since this object was made, for each strategy that took part; never reset."""
-        return {self._label: self._counters.total}
+        return {self.name or type(self).__name__: self._counters.total}
 
     def why_not(self, destination: Tensor, source: Tensor | SwappedTensor) -> str | None:  # noqa: ARG002
         """Why this strategy cannot make a copy from the host to the device, in one sentence, or None if it can.
@@ -187,8 +187,8 @@ class HostToDeviceTransfer(ABC):
 
     def drain(self) -> None:
         """Blocks until the device has nothing left to do, for after an error; raises what the accelerator reports."""
-        if self._resolved is not None and not self._is_forked:
-            self._resolved.synchronize()
+        if self._accelerator is not None and not self._is_forked:
+            self._accelerator.synchronize()
 
     def is_host_to_device(self, destination: Tensor, source: Tensor | SwappedTensor) -> bool:
         """Whether a copy goes from host memory, or from a file, to ``accelerator``, whose errors it raises."""
@@ -234,14 +234,14 @@ class HostToDeviceTransfer(ABC):
             return copy
         obstacle = self.why_not(destination, source)
         if obstacle is not None:
-            raise StrategyUnavailableError(f"`{self._label}` cannot make this copy. {obstacle}")
+            raise StrategyUnavailableError(f"`{self.name or type(self).__name__}` cannot make this copy. {obstacle}")
         return self._perform(accelerator, destination, source, waits)
 
     def _perform(self, accelerator: Accelerator, destination: Tensor, source: Any, waits: bool) -> InFlightCopy:
         """Makes a copy that ``why_not`` has let pass, counted and marked for profilers."""
-        if accelerator is not self._resolved:
+        if accelerator is not self._accelerator:
             self._use(accelerator)
-        with named_range(accelerator, self._label):
+        with named_range(accelerator, self.name or type(self).__name__):
             copy = (self._submit_for_copy if waits else self._submit)(destination, source)
         self._counters.add(copies=1, bytes=destination.nbytes)
         return copy
@@ -263,9 +263,9 @@ class HostToDeviceTransfer(ABC):
 
     def _use(self, accelerator: Accelerator) -> None:
         """From now on copies go to this accelerator; what is held belongs to the one before."""
-        if self._resolved is not None:
+        if self._accelerator is not None:
             self.close()
-        self._resolved = accelerator
+        self._accelerator = accelerator
 
     @contextlib.contextmanager
     def _draining(self, destination: Tensor) -> Iterator[None]:
@@ -280,20 +280,17 @@ class HostToDeviceTransfer(ABC):
             raise
 
     @property
-    def _label(self) -> str:
-        return self.name or type(self).__name__
-
-    @property
     def _is_forked(self) -> bool:
         return self._process not in (None, os.getpid())
 
     def _check_process(self) -> None:
-        if self._is_forked:
+        process = os.getpid()
+        if self._process not in (None, process):
             raise ForkedProcessError(
                 f"this {type(self).__name__} was first used in process {self._process} and cannot be used "
-                f"in its fork {os.getpid()}; build a new one there"
+                f"in its fork {process}; build a new one there"
             )
-        self._process = os.getpid()
+        self._process = process
 
 
 def _is_host_to_device(accelerator: Accelerator, destination: Tensor, source: Any) -> bool:

@@ -20,7 +20,7 @@ def named_range(accelerator: Accelerator | None, name: str) -> Iterator[None]:
         name: Such as ``"pinned_staged"``.
     """
     name = f"h2d/{name}"
-    push, pop = (getattr(accelerator, method, None) for method in ("range_push", "range_pop"))
+    push, pop = getattr(accelerator, "range_push", None), getattr(accelerator, "range_pop", None)
     with torch.profiler.record_function(name):
         if push is None or pop is None:
             yield

@@ -48,7 +48,8 @@ class Holdings:
 
     def __init__(self) -> None:
         self._held: dict[Hashable, Any] = {}
-        self._requested: set[Hashable] = set()
+        #: The keys of what is to be closed.
+        self.requested: set[Hashable] = set()
         self._process: int | None = None
 
     def get(self, key: Hashable, make: Callable[[], HoldingT]) -> HoldingT:
@@ -58,13 +59,13 @@ class Holdings:
             Exception: What opening it raises. It is not held then, unless closing it failed too: ``close_requested``
                 tries that again.
         """
-        if key in self._held and key not in self._requested:
+        if key in self._held and key not in self.requested:
             held: HoldingT = self._held[key]
             return held
         self._close(key)  # of a close that came inside the copy which asks for this one
         self._process = os.getpid()
         made = make()
-        self._requested.add(key)  # first, so that an interrupt at any point leaves nothing that is never closed
+        self.requested.add(key)  # first, so that an interrupt at any point leaves nothing that is never closed
         self._held[key] = made
         try:
             made.open()
@@ -72,7 +73,7 @@ class Holdings:
             with contextlib.suppress(Exception):
                 self._close(key)
             raise
-        self._requested.discard(key)
+        self.requested.discard(key)
         return made
 
     def total(self, attribute: str) -> int:
@@ -87,7 +88,7 @@ class Holdings:
 
     def request_close(self, *keys: Hashable) -> None:
         """Marks what is held under these keys; without keys, everything."""
-        self._requested.update(keys or tuple(self._held))
+        self.requested.update(keys or tuple(self._held))
 
     def close_requested(self) -> None:
         """Closes what is marked.
@@ -95,11 +96,9 @@ class Holdings:
         Raises:
             Exception: The first error of them. What raised stays marked, and the others are closed.
         """
-        if not self._requested:
-            return
         with contextlib.ExitStack() as closing:  # last in, first out: so the first made is closed last
             for key in tuple(self._held):
-                if key in self._requested:
+                if key in self.requested:
                     closing.callback(self._close, key)
 
     def _close(self, key: Hashable) -> None:
@@ -107,7 +106,7 @@ class Holdings:
         if held is not None and self._is_here:
             held.close()
         self._held.pop(key, None)
-        self._requested.discard(key)
+        self.requested.discard(key)
 
     @property
     def _is_here(self) -> bool:

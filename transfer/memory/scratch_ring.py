@@ -80,7 +80,7 @@ class ScratchRing:
             self._slots = [_Slot(accelerator.Stream()) for _ in range(self._number)]  # type: ignore[misc]  # has streams
 
     def allocate(self) -> None:
-        """Allocates the scratch, which chunks that are cast need. Idempotent.
+        """Allocates the scratch, which chunks need that cannot be copied right into the destination. Idempotent.
 
         Raises:
             Exception: What the accelerator raises when memory is refused; no scratch is held then.
@@ -130,8 +130,9 @@ class ScratchRing:
         self._turn = (self._turn + 1) % len(self._slots)
         accelerator = self._accelerator
         with accelerator.stream(slot.stream):
-            if slot.scratch is not None and self.needs_scratch(target, values):
-                scratch = slot.scratch
+            in_place = target.dtype == values.dtype and target.is_contiguous()
+            scratch = slot.scratch
+            if scratch is not None and not in_place and not accelerator.on_device(values):
                 if values.shape != scratch.shape:
                     scratch = scratch.narrow(0, 0, values.numel()).view(values.shape)
                 accelerator.enqueue_copy(scratch, values)
@@ -141,11 +142,6 @@ class ScratchRing:
             event.record()
         self._counters.add(pieces=1)
         return event
-
-    def needs_scratch(self, target: Tensor, values: Tensor) -> bool:
-        """Whether the values cannot be copied right into the destination."""
-        in_place = target.dtype == values.dtype and target.is_contiguous()
-        return not in_place and not self._accelerator.on_device(values)
 
     def finish(self, destination: Tensor, reads: Any = None) -> EventCopy:
         """What the block has sent, as one copy.

@@ -76,9 +76,11 @@ class BufferedTransfer(HostToDeviceTransfer):
                 )
             try:
                 self._busy = True
-                self._held.close_requested()  # where an earlier close was interrupted
+                if self._held.requested:  # an earlier close was interrupted
+                    self._held.close_requested()
                 yield
-                self._held.close_requested()
+                if self._held.requested:
+                    self._held.close_requested()
             except BaseException:
                 with contextlib.suppress(Exception):  # what stays held, the next close tries again
                     self._held.close_requested()

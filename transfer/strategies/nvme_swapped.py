@@ -150,10 +150,10 @@ class NvmeSwappedTransfer(BufferedTransfer):
         return None if isinstance(source, SwappedTensor) else "It copies values in files, and this source is a tensor."
 
     def _submit(self, destination: Tensor, source: SwappedTensor) -> InFlightCopy:
-        capabilities = self.accelerator.capabilities
+        capabilities = self._accelerator.capabilities
         pins = self.config.pinned and capabilities.why_not("events", "pins_host_memory") is None
         with self._turn():
-            if not pins or not self.accelerator.on_device(destination):
+            if not pins or not self._accelerator.on_device(destination):
                 return self._plainly(destination, source)
             if self.config.cast == "device" and capabilities.why_not("streams", "copies_asynchronously") is None:
                 return self._cast_on_device(destination, source)
@@ -185,7 +185,7 @@ class NvmeSwappedTransfer(BufferedTransfer):
         return EventCopy(event, destination, counters=self._counters)
 
     def _plainly(self, destination: Tensor, source: SwappedTensor) -> InFlightCopy:
-        accelerator, index = self.accelerator, destination.device.index
+        accelerator, index = self._accelerator, destination.device.index
         stream = accelerator.current_stream(index)
 
         def deliver(first: int, values: Tensor, _buffer: StagingBuffer) -> None:
@@ -246,7 +246,7 @@ class NvmeSwappedTransfer(BufferedTransfer):
 
     def _ring(self, destination: Tensor, dtype: torch.dtype) -> StagingRing:
         """Pinned memory: to read into, of bytes; to cast into, of the destination's dtype."""
-        accelerator, config, index = self.accelerator, self.config, destination.device.index
+        accelerator, config, index = self._accelerator, self.config, destination.device.index
 
         def make() -> StagingRing:
             elements = config.chunk_bytes // dtype.itemsize
@@ -264,7 +264,7 @@ class NvmeSwappedTransfer(BufferedTransfer):
 
     def _scratch(self, destination: Tensor, dtype: torch.dtype) -> ScratchRing:
         accelerator, elements, index = (
-            self.accelerator,
+            self._accelerator,
             self.config.chunk_bytes // dtype.itemsize,
             destination.device.index,
         )

@@ -151,7 +151,7 @@ class PinnedDirectTransfer(BufferedTransfer):
         return self._send(destination, source, mapped=False)
 
     def _send(self, destination: Tensor, source: Tensor, *, mapped: bool) -> InFlightCopy:
-        accelerator = self.accelerator
+        accelerator = self._accelerator
         with self._turn():
             locks = self._locks()
             lock = page_locks.joined(accelerator, source, locks.owner)
@@ -160,25 +160,25 @@ class PinnedDirectTransfer(BufferedTransfer):
             # Foreign pinned memory may be only partly pinned. The copy engine reports that as an error; a kernel would
             # poison the context.
             view = _mapped_view(accelerator, destination, source) if mapped and lock is not None else None
-            chunks = [(destination, view)] if view is not None else self._chunks(destination, source)
             ring = self._ring(destination, source.dtype)
-            if any(ring.needs_scratch(target, values) for target, values in chunks):
-                self._allocate(ring, source.dtype)
+            if view is not None:
+                chunks = [(destination, view)]
+            else:
+                chunks = list(paired_chunks(destination, source, self.config.chunk_elements))
+                if destination.dtype != source.dtype or not destination.is_contiguous():
+                    self._allocate(ring, source.dtype)
             with ring.session():
                 for target, values in chunks:
                     ring.send(target, values)
                 # The source as the device addresses it lives as long as the copy too.
                 return ring.finish(destination, (source, chunks))
 
-    def _chunks(self, destination: Tensor, source: Tensor) -> list[tuple[Tensor, Tensor]]:
-        return list(paired_chunks(destination, source, self.config.chunk_elements))
-
     def _locks(self) -> page_locks.OwnedLocks:
         settle = functools.partial(_settle, self._held)
         return self._held.get("page locks", functools.partial(page_locks.OwnedLocks, settle))
 
     def _ring(self, destination: Tensor, dtype: torch.dtype) -> ScratchRing:
-        accelerator, config, index = self.accelerator, self.config, destination.device.index
+        accelerator, config, index = self._accelerator, self.config, destination.device.index
 
         def make() -> ScratchRing:
             return ScratchRing(accelerator, dtype, config.chunk_elements, config.buffers, index, self._counters)

@@ -66,7 +66,7 @@ class PinnedStagedTransfer(BufferedTransfer):
 
     def _ring(self, destination: Tensor) -> StagingRing:
         """The ring for destinations of this device and dtype."""
-        accelerator, config, dtype = self.accelerator, self.config, destination.dtype
+        accelerator, config, dtype = self._accelerator, self.config, destination.dtype
         index = destination.device.index
 
         def make() -> StagingRing:
