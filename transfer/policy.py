@@ -38,11 +38,13 @@ class Decision:
         strategy: A registered name.
         reason: One sentence a user can act on.
         instead_of: The strategy that a rule or ``strategy`` names and that cannot make this copy, or None.
+        is_expected: Whether that is only because the source is not prepared, which is worth no warning.
     """
 
     strategy: str
     reason: str
     instead_of: str | None = None
+    is_expected: bool = True
 
 
 class TransferPolicy:
@@ -141,8 +143,8 @@ class TransferPolicy:
         if obstacle is None:
             return named
         instead = self._rows(accelerator, destination, source, waits, without)
-        told = None if obstacle.startswith(NOT_PAGE_LOCKED) else named.strategy
-        return Decision(instead.strategy, f"`{named.strategy}` cannot make this copy. {obstacle}", told)
+        reason = f"`{named.strategy}` cannot make this copy. {obstacle}"
+        return Decision(instead.strategy, reason, named.strategy, obstacle.startswith(NOT_PAGE_LOCKED))
 
     def preparing(self, source: Tensor | SwappedTensor) -> tuple[str, ...]:
         """The strategies that may copy a source once it is prepared, and so are to prepare it.

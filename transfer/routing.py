@@ -149,7 +149,8 @@ class RoutedTransfer(HostToDeviceTransfer):
             self._logged.add(decision)
             logger.info("%s: %s", decision.strategy, decision.reason)
         if decision.instead_of is not None:
-            self._warn(decision.instead_of, f"{decision.reason} The copy takes `{decision.strategy}`")
+            if not decision.is_expected:
+                self._warn(decision.instead_of, f"{decision.reason} The copy takes `{decision.strategy}`")
             self.policy.strategy(decision.instead_of)._counters.add(passed_on=1)
 
     def _warn(self, about: str, message: str) -> None:

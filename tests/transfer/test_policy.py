@@ -1,6 +1,5 @@
 """Which strategy is picked, and that the reason can be acted on."""
 
-import dataclasses
 import timeit
 
 import pytest
@@ -30,6 +29,8 @@ from transfer import (
 from transfer.nvme import swap_out
 
 LARGE = 2**20
+UNPREPARED = "The source is not page-locked: `prepare(source)` does that once, in place."
+PREPARED = "The source is page-locked, so the device reads and casts it itself."
 
 
 def pair(simulated, numel=LARGE, dtype=torch.bfloat16):
@@ -39,7 +40,10 @@ def pair(simulated, numel=LARGE, dtype=torch.bfloat16):
 def test_the_default_policy(simulated):
     policy = TransferPolicy({}, simulated)
     destination, source = pair(simulated)
-    assert policy.select(destination, source).strategy == "pinned_direct"
+    assert policy.select(destination, source) == Decision("pinned_staged", UNPREPARED)
+    policy.strategy("pinned_direct").prepare(source)
+    assert policy.select(destination, source) == Decision("pinned_direct", PREPARED)
+    policy.strategy("pinned_direct").close()
     assert policy.select(source, source) == Decision("pageable", "The destination is not in the memory of simulated.")
     device_source = simulated.device_empty(LARGE, dtype=torch.float32)
     assert (
@@ -48,7 +52,7 @@ def test_the_default_policy(simulated):
     )
 
 
-@pytest.mark.parametrize(("numel", "strategy"), [(2**19 - 1, "pageable"), (2**19, "pinned_direct")])
+@pytest.mark.parametrize(("numel", "strategy"), [(2**19 - 1, "pageable"), (2**19, "pinned_staged")])
 def test_small_copies_are_pageable(simulated, numel, strategy):
     # 2^19 bf16 elements are 1 MiB at the destination.
     decision = TransferPolicy({}, simulated).select(*pair(simulated, numel))
@@ -94,7 +98,7 @@ def test_with_nvme_swapped_as_the_strategy_tensors_go_by_the_default(simulated):
     policy = TransferPolicy({"strategy": "nvme_swapped", "rules": rules}, simulated)
     destination, source = pair(simulated)
     decision = policy.select(destination, source)
-    assert decision.strategy == "pinned_direct"
+    assert decision.strategy == "pinned_staged"
     assert decision.reason.startswith("`strategy: nvme_swapped` is for values in files, and this source is in memory.")
     assert "pinned_direct" in policy.preparing(source)
     with build_transfer({"strategy": "nvme_swapped"}, simulated) as transfer:
@@ -139,28 +143,62 @@ def test_a_pinned_source_goes_directly(simulated):
     assert policy.select(destination, strided).strategy == "pinned_staged"
 
 
-def test_what_prepare_may_page_lock_goes_directly_and_the_reason_says_why_not(simulated, monkeypatch):
+@pytest.mark.parametrize(("numel", "strategy"), [(2**15 - 1, "pageable"), (2**15, "pinned_direct")])
+def test_small_copies_from_page_locked_memory(simulated, numel, strategy):
+    """2^15 bf16 elements are 64 KiB, the threshold for them."""
+    source = simulated.pin_empty(numel, dtype=torch.float32)
+    decision = TransferPolicy({}, simulated).select(simulated.device_empty(numel, dtype=torch.bfloat16), source)
+    assert decision.strategy == strategy
+
+
+@pytest.mark.parametrize("fallback", [True, False])
+def test_the_reason_is_that_of_the_row_before(simulated, fallback):
     destination, source = pair(simulated)
-    assert TransferPolicy({}, simulated).select(destination, source) == Decision(
-        "pinned_direct", "The source may be page-locked in place: `prepare` does it, and until then it is staged."
-    )
-    staged = "The source is cast into pinned staging buffers. "
     for config, reason in [
-        ({"pinned_direct": {"page_lock": False}}, "`pinned_direct.page_lock` is false."),
+        ({}, UNPREPARED),
         (
-            {"pinned_direct": {"max_page_locked": 4 * LARGE - 1}},
-            f"Its {4 * LARGE} bytes are more than `pinned_direct.max_page_locked` ({4 * LARGE - 1}).",
+            {"pinned_direct": {"page_lock": False}},
+            "The source is not page-locked, and `pinned_direct.page_lock` is false.",
         ),
-        ({"fallback": False}, "With `fallback: false`, `strategy: pinned_direct` asks for page-locking in place."),
     ]:
-        policy = TransferPolicy(config, simulated)
-        assert policy.select(destination, source) == Decision("pinned_staged", staged + reason)
-        assert policy.preparing(source) == ()
-    without = dataclasses.replace(
-        simulated.capabilities, registers_host_memory=False, reasons={"registers_host_memory": "Not this one."}
+        policy = TransferPolicy({**config, "fallback": fallback}, simulated)
+        assert policy.select(destination, source) == Decision("pinned_staged", reason)
+    strided = torch.zeros(LARGE, 2)[:, 0]
+    assert TransferPolicy({"fallback": fallback}, simulated).select(destination, strided) == Decision(
+        "pinned_staged", "The source is not contiguous and aligned memory with the values themselves."
     )
-    monkeypatch.setattr(SimulatedAccelerator, "capabilities", without)
-    assert TransferPolicy({}, simulated).select(destination, source).reason == staged + "Not this one."
+
+
+def test_a_strategy_that_was_asked_for_and_cannot_is_named(simulated):
+    destination, source = pair(simulated)
+    decision = TransferPolicy({"strategy": "pinned_direct"}, simulated).select(destination, source)
+    assert decision == Decision(
+        "pinned_staged", f"`pinned_direct` cannot make this copy. {UNPREPARED}", "pinned_direct", True
+    )
+    bare = SimulatedAccelerator(events=False)
+    for config in (
+        {"strategy": "pinned_staged"},
+        {"rules": [{"when": {"at_least": 1}, "use": "pinned_staged"}]},
+    ):
+        decision = TransferPolicy(config, bare).select(*pair(bare))
+        why = "`pinned_staged` cannot make this copy. This simulated accelerator was made without events."
+        assert decision == Decision("pageable", why, "pinned_staged", False)
+        assert TransferPolicy({**config, "fallback": False}, bare).select(*pair(bare)).strategy == "pinned_staged"
+
+
+def test_an_accelerator_whose_is_pinned_raises_is_asked_only_where_a_rule_needs_it():
+    class Raises(SimulatedAccelerator):
+        def is_pinned(self, tensor):
+            raise RuntimeError("unknown pointer")
+
+    broken = Raises()
+    small = pair(broken, 100)
+    with build_transfer({}, broken) as transfer:
+        transfer.copy(small[0], small[1] + 3)
+    assert (small[0] == 3).all()
+    rule = {"when": {"source_pinned": True}, "use": "pageable"}
+    with pytest.raises(RuntimeError, match="unknown pointer"):
+        TransferPolicy({"rules": [rule]}, broken).select(*small)
 
 
 def test_what_is_prepared_depends_on_what_may_be_chosen(simulated):
@@ -168,6 +206,7 @@ def test_what_is_prepared_depends_on_what_may_be_chosen(simulated):
     assert TransferPolicy({}, simulated).preparing(large) == ("pinned_direct",)
     assert TransferPolicy({}, simulated).preparing(small) == ()
     assert TransferPolicy({}, simulated).preparing(simulated.device_empty(LARGE, dtype=torch.float32)) == ()
+    assert TransferPolicy({"fallback": False}, simulated).preparing(large) == ("pinned_direct",)
     assert TransferPolicy({"strategy": "measured"}, simulated).preparing(large) == ("pinned_direct",)
     assert TransferPolicy({"strategy": "pinned_direct"}, simulated).preparing(small) == ("pinned_direct",)
     assert TransferPolicy({"strategy": "pageable"}, simulated).preparing(large) == ("pageable",)
@@ -208,9 +247,9 @@ def test_a_sub_group_that_moves_is_seen_where_it_is(simulated):
     on_host = masters[0].data
     masters[0].data = on_device
     picked = [policy.select(*both).strategy for both in zip(destinations, masters, strict=True)]
-    assert picked == ["pageable"] + ["pinned_direct"] * 9
+    assert picked == ["pageable"] + ["pinned_staged"] * 9
     masters[0].data = on_host
-    assert policy.select(destinations[0], masters[0]).strategy == "pinned_direct"
+    assert policy.select(destinations[0], masters[0]).strategy == "pinned_staged"
 
 
 def test_selecting_is_pure_and_takes_microseconds(simulated):
@@ -325,7 +364,7 @@ def test_every_strategy_is_closed_although_one_fails(simulated):
     transfer = build_transfer({}, simulated)
     for numel in (4, LARGE):
         transfer.copy(*pair(simulated, numel))
-    transfer._strategies["pageable"].close = lambda: (_ for _ in ()).throw(RuntimeError("lost"))
+    transfer.policy.strategy("pageable").close = lambda: (_ for _ in ()).throw(RuntimeError("lost"))
     assert simulated.pinned_bytes == 2**26
     with pytest.raises(RuntimeError, match="lost"):
         transfer.close()
@@ -410,7 +449,7 @@ def test_decisions_are_logged_once(simulated, caplog):
         for _ in range(3):
             transfer.copy(*pair(simulated, 4))
             transfer.copy(*pair(simulated))
-    assert [record.getMessage().split(":")[0] for record in caplog.records] == ["pageable", "pinned_direct"]
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == ["pageable", "pinned_staged"]
     with build_transfer({"rules": [{"when": {"smaller_than": 100}, "use": "pageable"}]}, simulated) as transfer:
         transfer.copy(*pair(simulated, 4))
         transfer.copy(*pair(simulated, 400))

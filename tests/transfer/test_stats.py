@@ -14,6 +14,7 @@ from transfer import (
     PinnedDirectTransfer,
     PinnedStagedTransfer,
     StrategyStats,
+    StrategyUnavailableError,
     build_transfer,
     register_strategy,
     unregister_strategy,
@@ -124,29 +125,39 @@ def test_what_is_done_before_a_failure_is_not_a_copy(simulated):
         transfer.close()
 
 
-def test_a_stand_in_counts_what_it_copies(simulated):
-    with PinnedDirectTransfer(accelerator=simulated, chunk_elements=3, mapped=False) as transfer:
+def test_what_another_strategy_copies_is_passed_on(simulated):
+    config = {"strategy": "pinned_direct", "pinned_direct": {"chunk_elements": 3, "mapped": False}}
+    with build_transfer(config, simulated) as transfer:
         source, unprepared = torch.zeros(10), torch.zeros(10)
         transfer.prepare(source)
         transfer.copy(empty(simulated), source)
         transfer.copy(empty(simulated), unprepared)
-        transfer.copy(torch.zeros(10), source)  # within the host: direct hands it to staged, and that to pageable
+        large = empty(simulated, 2**19)
+        transfer.copy(large, torch.zeros(2**19))
+        transfer.copy(torch.zeros(10), source)  # within the host: nobody's but pageable's
         assert counts(transfer.stats()) == {
             "pinned_direct": (1, 20, 4, 2),
-            "pinned_staged": (1, 20, 1, 1),
-            "pageable": (1, 40, 1, 0),
+            "pinned_staged": (1, 2**20, 1, 0),
+            "pageable": (2, 20 + 40, 2, 0),
         }
         direct, staged = transfer.stats()["pinned_direct"], transfer.stats()["pinned_staged"]
         assert direct.cast_seconds == 0
         assert staged.cast_seconds > 0
 
 
-def test_a_failed_stand_in_is_not_passed_on(simulated):
+def test_a_strategy_alone_counts_plain_copies_as_its_own(simulated):
+    with PinnedDirectTransfer(accelerator=simulated) as transfer:
+        transfer.copy(torch.zeros(10), torch.ones(10))
+        transfer.copy(empty(simulated), simulated.device_empty(10, dtype=BF16))
+        assert counts(transfer.stats()) == {"pinned_direct": (2, 40 + 20, 2, 0)}
+
+
+def test_a_refused_copy_is_counted_by_nobody(simulated):
     transfer = PinnedDirectTransfer(accelerator=simulated)
-    with failing(simulated, "enqueue_copy", OSError("lost")), pytest.raises(OSError, match="lost"):
+    with pytest.raises(StrategyUnavailableError):
         transfer.copy(empty(simulated), torch.zeros(10))
     transfer.close()
-    assert sum(each.copies + each.passed_on for each in transfer.stats().values()) == 0
+    assert counts(transfer.stats()) == {}
 
 
 def test_counts_outlive_close(simulated):
@@ -166,43 +177,41 @@ def test_build_transfer_counts_each_copy_once(simulated):
         transfer.copy(empty(simulated), torch.zeros(10))
         transfer.copy(empty(simulated, numel), prepared)
         transfer.copy(empty(simulated, numel), prepared)
-        transfer.copy(empty(simulated, numel), unprepared)  # direct, which hands it to staged
+        transfer.copy(empty(simulated, numel), unprepared)  # a row of the policy passed over is no fallback
         transfer.copy(empty(simulated, numel), unprepared)
         transfer.copy(empty(simulated, 2 * numel), torch.zeros(4 * numel)[::2])  # not contiguous: staged at once
         every = counts(transfer.stats())
     mib = 2**20
     assert every == {
         "pageable": (1, 20, 1, 0),
-        "pinned_direct": (2, 2 * mib, 2, 2),
+        "pinned_direct": (2, 2 * mib, 2, 0),
         "pinned_staged": (3, 4 * mib, 3, 0),
     }
     assert sum(copies for copies, *_ in every.values()) == 6
 
 
 @pytest.mark.filterwarnings("ignore::transfer.FallbackWarning")
-def test_build_transfer_counts_a_chain_of_stand_ins_once():
+def test_build_transfer_counts_a_fallback_once():
     bare = SimulatedAccelerator(events=False)
     with build_transfer({"strategy": "pinned_direct"}, bare) as transfer:
         for _ in range(3):
             transfer.copy(empty(bare), torch.zeros(10))
         assert counts(transfer.stats()) == {
             "pinned_direct": (0, 0, 0, 3),
-            "pinned_staged": (0, 0, 0, 3),
             "pageable": (3, 60, 3, 0),
         }
 
 
-def test_rules_that_share_a_stand_in_share_its_counts_and_its_ring(simulated):
+def test_a_rule_falls_back_to_the_ring_that_others_use(simulated):
     config = {
         "strategy": "pinned_staged",
-        "pinned_staged": {"chunk_elements": 4},
-        "rules": [{"when": {"smaller_than": 21}, "use": "pinned_direct"}],
+        "rules": [{"when": {"at_least": "1MiB"}, "use": "pinned_direct"}],
     }
     with build_transfer(config, simulated) as transfer:
-        transfer.copy(empty(simulated), torch.zeros(10))  # 20 bytes, passed on
+        transfer.copy(empty(simulated, 2**19), torch.zeros(2**19))
         transfer.copy(empty(simulated, 12), torch.zeros(12))
-        assert counts(transfer.stats()) == {"pinned_direct": (0, 0, 0, 1), "pinned_staged": (2, 44, 6, 0)}
-        assert simulated.pinned_bytes == 2 * 4 * 2
+        assert counts(transfer.stats()) == {"pinned_direct": (0, 0, 0, 1), "pinned_staged": (2, 2**20 + 24, 2, 0)}
+        assert simulated.pinned_bytes == 2 * 2**24 * 2
 
 
 def test_a_strategy_without_a_name_is_counted_by_its_class(simulated):
@@ -247,20 +256,16 @@ class Ranges:
         self.open.pop()
 
 
-def test_the_accelerators_ranges_are_nested_and_balanced(simulated):
+def test_the_accelerators_ranges_are_balanced(simulated):
     ranges = Ranges(simulated)
-    with PinnedDirectTransfer(accelerator=simulated) as transfer:
+    with build_transfer({"strategy": "pinned_direct"}, simulated) as transfer:
         source = torch.zeros(10)
         transfer.copy(empty(simulated), source)
         assert ranges.open == []
         transfer.prepare(source)
         transfer.copy(empty(simulated), source)
     assert ranges.open == []
-    assert ranges.all == [
-        ("h2d/pinned_direct",),
-        ("h2d/pinned_direct", "h2d/pinned_staged"),
-        ("h2d/pinned_direct",),
-    ]
+    assert ranges.all == [("h2d/pageable",), ("h2d/pinned_direct",)]
 
 
 def test_the_first_copy_through_build_transfer_is_marked_too(simulated):
@@ -278,12 +283,13 @@ def test_ranges_are_closed_by_a_failure(simulated, error):
     for transfer in (
         PageableTransfer(accelerator=simulated),
         PinnedStagedTransfer(accelerator=simulated),
-        PinnedDirectTransfer(accelerator=simulated),
+        PinnedDirectTransfer(accelerator=simulated, mapped=False),
         build_transfer({}, simulated),
     ):
+        source = simulated.pin_empty(10, dtype=torch.float32).zero_()
         before = len(ranges.all)
         with failing(simulated, "enqueue_copy", error), pytest.raises(type(error)):
-            transfer.copy(empty(simulated), torch.zeros(10))
+            transfer.copy(empty(simulated), source)
         assert len(ranges.all) > before
         assert ranges.open == []
         transfer.close()
@@ -309,7 +315,9 @@ def test_torchs_profiler_shows_the_strategies(simulated):
         build_transfer({"rules": [{"when": {"smaller_than": 21}, "use": "pinned_direct"}]}, simulated) as transfer,
         torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile,
     ):
-        transfer.copy(empty(simulated), source)  # direct, which hands it to staged
+        transfer.prepare(source)
+        transfer.copy(empty(simulated), source)
+        transfer.copy(empty(simulated, 2**19), torch.zeros(2**19))
         transfer.copy(empty(simulated, 30), torch.zeros(30))
     seen = {event.key: event.count for event in profile.key_averages() if event.key.startswith("h2d/")}
     assert seen == {"h2d/pinned_direct": 1, "h2d/pinned_staged": 1, "h2d/pageable": 1}

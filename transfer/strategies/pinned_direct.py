@@ -118,8 +118,8 @@ class PinnedDirectTransfer(BufferedTransfer):
         with self._lock:
             for locks in self._held.of(page_locks.OwnedLocks):
                 for lock in page_locks.owned_by(locks.owner):
-                    if lock.covers(source):
-                        key = ("leaving", id(lock))
+                    key = ("leaving", id(lock))
+                    if lock.covers(source) and key not in self._held.requested:
                         self._held.get(key, functools.partial(page_locks.LeavingLock, lock, locks))
                         self._held.request_close(key)
             self._close_requested()

@@ -1,12 +1,10 @@
 """The plan of a copy, also for sizes that no test machine holds."""
 
-import itertools
-
 import pytest
 import torch
 
 from transfer import plan_chunks
-from transfer.memory.chunks import cut_at, paired_chunks
+from transfer.memory.chunks import paired_chunks
 
 
 def test_more_than_two_to_the_31_elements():
@@ -59,86 +57,5 @@ def test_every_element_is_covered_once_and_no_chunk_is_too_large(view, chunk):
     for target, piece in paired_chunks(destination, source, chunk):
         assert target.shape == piece.shape
         assert target.numel() <= chunk
-        target += piece + 1
-    assert torch.equal(destination, source + 1)
-
-
-def cut(shape, at, chunk=1000):
-    """The source elements of each piece, after cuts before these elements; and that the pieces belong together."""
-    source = torch.arange(float(torch.Size(shape).numel())).view(shape)
-    destination = torch.full(shape, -1.0)
-    addresses = [source.data_ptr() + 4 * element for element in at]
-    pieces = list(cut_at(paired_chunks(destination, source, chunk), addresses))
-    for target, piece in pieces:
-        assert target.shape == piece.shape
-        target.copy_(piece)
-    assert torch.equal(destination, source)
-    return [piece.flatten().int().tolist() for _, piece in pieces]
-
-
-@pytest.mark.parametrize(
-    ("at", "lengths"),
-    [
-        ([], [10]),
-        ([3], [3, 7]),
-        ([1, 9], [1, 8, 1]),
-        ([2, 3, 7], [2, 1, 4, 3]),
-        ([0, 10], [10]),  # at an edge there is nothing to cut
-        ([-4, 14], [10]),  # nor outside
-    ],
-)
-def test_a_flat_chunk_is_cut_at_addresses(at, lengths):
-    pieces = cut((10,), at)
-    assert [len(piece) for piece in pieces] == lengths
-    assert list(itertools.chain(*pieces)) == list(range(10))
-
-
-def test_each_cut_falls_into_the_chunk_that_has_it():
-    assert [len(piece) for piece in cut((10,), [2, 4, 7], chunk=4)] == [2, 2, 3, 1, 2]
-
-
-def two_dimensional(at):
-    """As ``cut``, of a (4, 5) source whose destination has no flat view."""
-    source = torch.arange(20.0).view(4, 5)
-    parent = torch.full((4, 6), -1.0)
-    addresses = [source.data_ptr() + 4 * element for element in at]
-    pieces = list(cut_at(paired_chunks(parent[:, :5], source, 1000), addresses))
-    for target, piece in pieces:
-        assert target.shape == piece.shape
-        target.copy_(piece)
-    assert torch.equal(parent[:, :5], source)
-    assert (parent[:, 5] == -1).all()
-    return [tuple(piece.shape) for _, piece in pieces], [piece.flatten().int().tolist() for _, piece in pieces]
-
-
-@pytest.mark.parametrize(
-    ("at", "shapes"),
-    [
-        ([10], [(2, 5), (2, 5)]),
-        ([12], [(2, 5), (2,), (3,), (1, 5)]),  # inside the third row
-        ([3], [(3,), (2,), (3, 5)]),  # inside the first
-        ([19], [(3, 5), (4,), (1,)]),  # inside the last
-        ([11, 13], [(2, 5), (1,), (2,), (2,), (1, 5)]),  # twice inside one row
-        ([5, 12, 15], [(1, 5), (1, 5), (2,), (3,), (1, 5)]),
-    ],
-)
-def test_rows_are_cut_at_addresses(at, shapes):
-    got, pieces = two_dimensional(at)
-    assert got == shapes
-    assert list(itertools.chain(*pieces)) == list(range(20))
-    starts = [piece[0] for piece in pieces]
-    assert set(at) <= set(starts)
-
-
-@pytest.mark.parametrize("at", [[7], [1, 2, 3], [12, 13], [23], [4, 8, 12, 16, 20], list(range(24))])
-@pytest.mark.parametrize("chunk", [1, 5, 7, 24])
-def test_three_dimensions_are_covered_once_and_no_piece_spans_a_cut(at, chunk):
-    source = torch.arange(24.0).view(2, 3, 4)
-    destination = torch.zeros(24).view(4, 3, 2).permute(2, 1, 0)
-    addresses = [source.data_ptr() + 4 * element for element in at]
-    for target, piece in cut_at(paired_chunks(destination, source, chunk), addresses):
-        assert target.shape == piece.shape
-        begin = int(piece.flatten()[0])
-        assert not [each for each in at if begin < each < begin + piece.numel()]
         target += piece + 1
     assert torch.equal(destination, source + 1)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import gc
-import itertools
 import warnings
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 
 from accelerators.simulated import SimulatedAccelerator
 from accelerators.testing import failing
-from tests.transfer.direct_tools import BF16, MODES, PAGE, Recorder, direct, empty
+from tests.transfer.direct_tools import MODES, PAGE, Recorder, direct, empty, routed
 from transfer import FallbackWarning, PinnedDirectTransfer, StrategyUnavailableError, build_transfer
 
 
@@ -101,8 +100,7 @@ def test_a_freed_storage_is_given_back(simulated):
 def test_a_rebound_parameter_is_a_new_source_each_time(simulated, mapped):
     """Values, path and counters follow the storage, never the object."""
     recorder = Recorder(simulated)
-    transfer = PinnedDirectTransfer(accelerator=simulated, chunk_elements=30, mapped=mapped)
-    transfer.share_stand_in(lambda name: build_transfer({"strategy": name}, simulated)._strategy(name))
+    transfer = routed(simulated, chunk_elements=30, mapped=mapped)
     parameter = torch.nn.Parameter(torch.full((100,), 1.0))
     pinned = simulated.pin_empty(100, dtype=torch.float32).fill_(3.0)
     pieces = 1 if mapped else 4
@@ -141,7 +139,7 @@ def test_a_rebound_parameter_is_a_new_source_each_time(simulated, mapped):
 @pytest.mark.parametrize("numel", [2000, 500, 0])
 def test_a_resized_storage_is_stale(simulated, numel):
     recorder = Recorder(simulated)
-    transfer = PinnedDirectTransfer(accelerator=simulated, mapped=False, chunk_elements=300)
+    transfer = routed(simulated, mapped=False, chunk_elements=300)
     source = torch.arange(1000.0)
     transfer.prepare(source)
     occupied = source.untyped_storage()
@@ -158,7 +156,7 @@ def test_a_resized_storage_is_stale(simulated, numel):
         transfer.copy(destination, view)
         assert transfer.stats()["pinned_direct"].passed_on == 1
         assert recorder.registered[1:] == [(occupied.data_ptr(), 4 * numel)]
-    assert transfer.page_locked_bytes == simulated.pinned_bytes - transfer._stand_in.pinned_bytes
+    assert transfer.page_locked_bytes == simulated.pinned_bytes - transfer.policy.strategy("pinned_staged").pinned_bytes
     transfer.close()
     assert simulated.pinned_bytes == 0
     del others
@@ -201,7 +199,7 @@ def test_exactly_the_limit_is_allowed(simulated):
 
 def test_one_byte_over_the_limit_is_staged_after_one_warning(simulated):
     recorder = Recorder(simulated)
-    transfer = PinnedDirectTransfer(accelerator=simulated, max_page_locked=3999, mapped=False)
+    transfer = routed(simulated, max_page_locked=3999, mapped=False)
     small, source = torch.zeros(600), torch.arange(400.0)
     transfer.prepare(small)
     with warnings.catch_warnings(record=True) as caught:
@@ -213,7 +211,7 @@ def test_one_byte_over_the_limit_is_staged_after_one_warning(simulated):
             assert torch.equal(destination, torch.arange(400.0))
     assert [each.category for each in caught] == [FallbackWarning]
     message = str(caught[0].message)
-    for part in ("1600 bytes", "2400", "3999", "pinned_direct.max_page_locked", "pinned_staged", "fallback: false"):
+    for part in ("1600 bytes", "2400", "3999", "pinned_direct.max_page_locked", "fallback: false"):
         assert part in message
     assert caught[0].filename == __file__
     assert recorder.registered == [(small.data_ptr(), 2400)]
@@ -231,7 +229,7 @@ def test_over_the_limit_is_an_error_where_no_fallback_is_wanted(simulated):
         for _ in range(2):
             with pytest.raises(StrategyUnavailableError, match="40 bytes .* 39 bytes .*max_page_locked"):
                 transfer.prepare(source)
-            with pytest.raises(StrategyUnavailableError, match="not pinned"):
+            with pytest.raises(StrategyUnavailableError, match="not page-locked"):
                 transfer.copy(destination, source)
         assert transfer.pinned_bytes == 0
     assert not recorder.registered
@@ -248,76 +246,43 @@ def test_the_limit_is_that_of_the_process(simulated):
         assert simulated.pinned_bytes == 2400
 
 
-@MODES
 @pytest.mark.parametrize("answer", [None, False], ids=["raises", "says False"])
-@pytest.mark.parametrize(("most_pages", "pieces"), [(20, 4), (6, 16), (2.2, 64)])
-def test_what_is_refused_as_a_whole_is_registered_in_pieces(simulated, mapped, answer, most_pages, pieces):
-    recorder = Recorder(simulated, most_bytes=int(most_pages * PAGE), answer=answer)
-    # Not a whole number of pages, and as torch allocates it not at the beginning of one.
-    source = torch.randint(-100, 100, (70 * 1024 + 5,)).float()
-    begin, end = source.data_ptr(), source.data_ptr() + source.nbytes
-    transfer = direct(simulated, chunk_elements=3000, mapped=mapped)
-    transfer.prepare(source)
-    assert transfer.page_locked_bytes == simulated.pinned_bytes == source.nbytes
-    locked = [each for each in sorted(recorder.registered) if each[0] not in recorder.unregistered]
-    assert 1 < len(locked) <= pieces
-    edges = [begin, *(address + size for address, size in locked)]
-    assert edges == [*(address for address, _ in locked), end], "they meet, and cover it exactly"
-    assert all(edge % PAGE == 0 for edge in edges[1:-1])
-    for dtype in (BF16, torch.float32):
-        for view in (source, source[1000:-1000], source[: 70 * 1024].view(280, 256)):
-            destination = empty(simulated, *view.shape, dtype=dtype)
-            recorder.copies.clear()
-            transfer.copy(destination, view)
-            assert torch.equal(destination, view.to(dtype))
-            if not mapped or dtype is torch.float32:  # a mapped view is device memory
-                read = [(address, address + 4 * numel) for host, numel, _, _, address in recorder.copies if host]
-                assert sum(stop - start for start, stop in read) == view.nbytes
-                assert not [edge for edge in edges for start, stop in read if start < edge < stop]
-                assert max(numel for host, numel, *_ in recorder.copies if host) <= 3000
-    transfer.close()
-    assert simulated.pinned_bytes == 0
-    assert sorted(recorder.unregistered[-len(locked) :]) == [address for address, _ in locked]
-
-
-@pytest.mark.parametrize("answer", [None, False], ids=["raises", "says False"])
-def test_what_is_refused_altogether_is_asked_for_twice(simulated, answer):
-    recorder = Recorder(simulated, most_bytes=0, answer=answer)
-    transfer = PinnedDirectTransfer(accelerator=simulated, mapped=False)
-    source = torch.arange(10_000.0)
+def test_what_is_refused_is_staged_after_one_warning_and_says_nothing_about_another(simulated, answer):
+    recorder = Recorder(simulated, most_bytes=39_999, answer=answer)
+    transfer = routed(simulated, mapped=False)
+    large, small = torch.arange(10_000.0), torch.arange(1000.0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        transfer.prepare(source)
-        attempts = recorder.refused
-        assert attempts == 2  # 40,000 bytes: whole, and in four; for 16 pieces of a page it is too small
-        second = torch.arange(10_000.0)
-        for other in (source, second, source[4:], torch.arange(10_000.0), second):
-            transfer.prepare(other)
-            destination = empty(simulated, other.numel(), dtype=torch.float32)
-            transfer.copy(destination, other)
-            assert torch.equal(destination, other)
-    assert recorder.refused == 2 * attempts  # of two storages; then no other is tried
+        for source in (large, torch.arange(10_000.0), small):
+            transfer.prepare(source)
+            destination = empty(simulated, source.numel(), dtype=torch.float32)
+            transfer.copy(destination, source)
+            assert torch.equal(destination, source)
+    assert recorder.refused == 2
     assert [each.category for each in caught] == [FallbackWarning]
-    for part in ("40000 bytes", "pinned_direct.page_lock: false", "pinned_staged", "fallback: false"):
+    for part in ("40000 bytes", "pinned_direct.page_lock: false", "fallback: false"):
         assert part in str(caught[0].message)
     assert ("out of locked memory" if answer is None else "cannot page-lock") in str(caught[0].message)
-    assert transfer.page_locked_bytes == 0
+    assert transfer.page_locked_bytes == 4000
+    counts = transfer.stats()["pinned_direct"]
+    assert (counts.copies, counts.passed_on) == (1, 2)
     transfer.close()
     assert simulated.pinned_bytes == 0
 
 
 def test_a_refusal_is_an_error_each_time_where_no_fallback_is_wanted(simulated):
     recorder = Recorder(simulated, most_bytes=0)
-    with direct(simulated) as transfer:
+    for transfer in (direct(simulated), routed(simulated, fallback=False)):
         source, destination = torch.arange(10.0), empty(simulated, 10)
         for _ in range(2):
             with pytest.raises(StrategyUnavailableError, match="40 bytes in place failed: out of locked memory"):
                 transfer.prepare(source)
-            with pytest.raises(StrategyUnavailableError, match="out of locked memory"):
+            with pytest.raises(StrategyUnavailableError, match="not page-locked"):
                 transfer.copy(destination, source)
-        assert recorder.refused == 1
+        transfer.close()
+        assert (destination == -1).all()
+    assert recorder.refused == 4
     assert simulated.pinned_bytes == 0
-    assert (destination == -1).all()
 
 
 def test_no_page_lock_means_no_registration(simulated):
@@ -332,36 +297,29 @@ def test_no_page_lock_means_no_registration(simulated):
 
 
 @pytest.mark.parametrize("way", ["unprepare", "close"])
-@pytest.mark.parametrize("failed_after", [0, 1, 2])
-def test_a_failed_unregister_is_tried_again(simulated, way, failed_after):
-    """Of a storage in four pieces, so that a part is given back when it fails."""
-    Recorder(simulated, most_bytes=PAGE * 5)
-    transfer = PinnedDirectTransfer(accelerator=simulated, chunk_elements=3000)
-    source, destination = torch.arange(16 * 1024).float() % 128, empty(simulated, 16 * 1024)
+def test_a_failed_unregister_is_tried_again(simulated, way):
+    transfer = routed(simulated, chunk_elements=300)
+    source, destination = torch.arange(1000.0) % 128, empty(simulated, 1000)
     transfer.prepare(source)
-    with (
-        failing(simulated, "unregister_host_memory", OSError("busy"), after=failed_after),
-        pytest.raises(OSError, match="busy"),
-    ):
+    with failing(simulated, "unregister_host_memory", OSError("busy"), times=2), pytest.raises(OSError, match="busy"):
         transfer.unprepare(source) if way == "unprepare" else transfer.close()
-    assert simulated.pinned_bytes > 0
-    transfer.copy(destination, source)  # never from what is registered in part
+    assert simulated.pinned_bytes == 4000
+    transfer.copy(destination, source)
     assert torch.equal(destination, source.bfloat16())
     transfer.close()
     assert simulated.pinned_bytes == transfer.pinned_bytes == transfer.page_locked_bytes == 0
 
 
 @MODES
-def test_what_is_registered_in_part_is_nobodys_source(simulated, mapped):
-    """After a failed unprepare, another transfer neither joins the rest nor trips over it."""
-    Recorder(simulated, most_bytes=PAGE * 5)
+def test_what_could_not_be_given_back_is_not_a_source(simulated, mapped):
+    """After a failed unprepare, another transfer neither joins the registration nor trips over it."""
     first, second = direct(simulated), direct(simulated, mapped=mapped, chunk_elements=3000)
     source, destination = torch.arange(16 * 1024).float() % 128, empty(simulated, 16 * 1024)
     first.prepare(source)
-    with failing(simulated, "unregister_host_memory", OSError("busy"), after=1), pytest.raises(OSError, match="busy"):
+    with failing(simulated, "unregister_host_memory", OSError("busy"), times=2), pytest.raises(OSError, match="busy"):
         first.unprepare(source)
-    assert 0 < first.page_locked_bytes == simulated.pinned_bytes < source.nbytes
-    with pytest.raises(StrategyUnavailableError, match="not pinned"):
+    assert first.page_locked_bytes == simulated.pinned_bytes == source.nbytes
+    with pytest.raises(StrategyUnavailableError, match="not page-locked"):
         second.copy(destination, source)
     second.prepare(source)
     second.copy(destination, source)
@@ -375,7 +333,7 @@ def test_what_is_registered_in_part_is_nobodys_source(simulated, mapped):
 def test_a_storage_that_moved_with_its_size_is_stale(simulated):
     """share_memory_ keeps the storage and its size, and gives it another address."""
     recorder = Recorder(simulated)
-    with PinnedDirectTransfer(accelerator=simulated, mapped=False, chunk_elements=300) as transfer:
+    with routed(simulated, mapped=False, chunk_elements=300) as transfer:
         source, destination = torch.arange(1000.0), empty(simulated, 1000, dtype=torch.float32)
         transfer.prepare(source)
         before = source.data_ptr()
@@ -384,12 +342,14 @@ def test_a_storage_that_moved_with_its_size_is_stale(simulated):
         transfer.copy(destination, source)
         assert torch.equal(destination, torch.arange(1000.0))
         assert transfer.stats()["pinned_direct"].passed_on == 1
+        transfer.prepare(source)
         assert recorder.unregistered == [before]
+        assert simulated.pinned_bytes - transfer.policy.strategy("pinned_staged").pinned_bytes == 4000
     assert simulated.pinned_bytes == 0
 
 
 def test_a_failed_unregister_at_the_end_of_a_storage_is_made_up_for(simulated):
-    transfer = PinnedDirectTransfer(accelerator=simulated, chunk_elements=300)
+    transfer = routed(simulated, chunk_elements=300)
     source = torch.zeros(1000)
     transfer.prepare(source)
     with failing(simulated, "unregister_host_memory", RuntimeError("busy")):
@@ -399,32 +359,6 @@ def test_a_failed_unregister_at_the_end_of_a_storage_is_made_up_for(simulated):
     source, destination = torch.arange(100.0), empty(simulated, 100)
     transfer.copy(destination, source)
     assert destination.tolist() == list(range(100))
-    transfer.close()
-    assert simulated.pinned_bytes == 0
-
-
-@pytest.mark.parametrize("copies", [True, False])
-def test_what_a_failed_registration_could_not_give_back_is_given_back_later(simulated, copies):
-    """Of the four pieces the second is refused, and then the first cannot be given back."""
-    register = simulated.register_host_memory
-    sizes = []
-
-    def first_piece_only(address, num_bytes):
-        sizes.append(num_bytes)
-        if num_bytes == max(sizes) or simulated.pinned_bytes:
-            raise RuntimeError("out of locked memory")
-        return register(address, num_bytes)
-
-    simulated.register_host_memory = first_piece_only
-    transfer = PinnedDirectTransfer(accelerator=simulated, chunk_elements=3000)
-    source, destination = torch.arange(12 * 1024).float() % 128, empty(simulated, 12 * 1024)
-    with failing(simulated, "unregister_host_memory", RuntimeError("busy"), times=100), pytest.warns(FallbackWarning):
-        transfer.prepare(source)
-    assert simulated.pinned_bytes > 0
-    assert transfer.page_locked_bytes == 0, "not as a whole"
-    if copies:
-        transfer.copy(destination, source)
-        assert torch.equal(destination, source.bfloat16())
     transfer.close()
     assert simulated.pinned_bytes == 0
 
@@ -442,18 +376,16 @@ class Paged(SimulatedAccelerator):
 
 
 @MODES
-@pytest.mark.parametrize("most_bytes", [None, 5 * PAGE])
-def test_addresses_are_aligned_where_the_accelerator_wants_it(mapped, most_bytes):
+def test_addresses_are_aligned_where_the_accelerator_wants_it(mapped):
     paged = Paged()
-    recorder = Recorder(paged, most_bytes=most_bytes)
+    recorder = Recorder(paged)
     source = torch.arange(16 * 1024).float()[6:]
     storage = source.untyped_storage()
     with direct(paged, chunk_elements=3000, mapped=mapped) as transfer:
         transfer.prepare(source)
-        covered = sorted(each for each in recorder.registered if each[0] not in recorder.unregistered)
-        assert covered[0][0] <= storage.data_ptr() < covered[0][0] + PAGE
-        assert covered[-1][0] + covered[-1][1] >= storage.data_ptr() + storage.nbytes()
-        assert all(first[0] + first[1] == second[0] for first, second in itertools.pairwise(covered))
+        ((begin, length),) = recorder.registered
+        assert begin <= storage.data_ptr() < begin + PAGE
+        assert begin + length >= storage.data_ptr() + storage.nbytes()
         assert transfer.page_locked_bytes == 65_536
         destination = empty(paged, source.numel(), dtype=torch.float64 if mapped else torch.float32)
         transfer.copy(destination, source)
@@ -466,7 +398,7 @@ def test_addresses_are_aligned_where_the_accelerator_wants_it(mapped, most_bytes
 def test_without_streams_or_events(options):
     bare = SimulatedAccelerator(**options)
     recorder = Recorder(bare)
-    for transfer in (PinnedDirectTransfer(accelerator=bare), build_transfer({"strategy": "pinned_direct"}, bare)):
+    for transfer in (build_transfer({}, bare), routed(bare)):
         source, destination = torch.arange(10.0), empty(bare, 10)
         transfer.prepare(source)
         recorder.copies.clear()
@@ -495,7 +427,7 @@ def test_an_accelerator_that_registers_nothing():
 
     simulated = Cannot()
     recorder = Recorder(simulated)
-    transfer = PinnedDirectTransfer(accelerator=simulated, mapped=False)
+    transfer = routed(simulated, mapped=False)
     with pytest.warns(FallbackWarning, match="cannot page-lock 40 bytes in place. It cannot"):
         transfer.prepare(torch.zeros(10))
     transfer.prepare(torch.zeros(10))

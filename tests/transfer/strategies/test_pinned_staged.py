@@ -10,6 +10,7 @@ import torch
 from accelerators.simulated import SimulatedAccelerator
 from accelerators.testing import failing
 from tests.running import run_python
+from tests.transfer.direct_tools import routed
 from transfer import (
     ConfigError,
     FallbackWarning,
@@ -17,6 +18,7 @@ from transfer import (
     PinnedStagedConfig,
     PinnedStagedTransfer,
     StrategyUnavailableError,
+    TransferBusyError,
     TransferError,
     build_transfer,
 )
@@ -128,16 +130,19 @@ def test_two_hundred_lives_leak_nothing(simulated):
 @pytest.mark.parametrize("failed_after", [0, 1])
 def test_refused_pinning_falls_back_with_one_warning(simulated, failed_after):
     error = RuntimeError("cudaHostAlloc: out of memory")
-    transfer = PinnedStagedTransfer(accelerator=simulated, chunk_elements=3)
-    with failing(simulated, "pin_empty", error, after=failed_after, times=1000) as attempts:
+    transfer = routed(simulated, "pinned_staged", chunk_elements=3)
+    with failing(simulated, "pin_empty", error, after=failed_after, times=1000):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for value in range(20):
                 destination = simulated.device_empty(10, dtype=torch.bfloat16)
                 transfer.copy(destination, torch.arange(10.0) + value)
                 assert destination.tolist() == [index + value for index in range(10)]
-        assert len(attempts) == failed_after + 1
     assert simulated.pinned_bytes == transfer.pinned_bytes == 0
+    assert transfer.stats()["pinned_staged"].passed_on == 20
+    transfer.copy(destination, torch.zeros(10))  # tried again each time: the memory may be there by now
+    assert transfer.stats()["pinned_staged"].copies == 1
+    transfer.close()
     assert [warning.category for warning in caught] == [FallbackWarning]
     message = str(caught[0].message)
     assert "12 bytes of pinned memory on simulated (2 buffers of 3 torch.bfloat16 elements)" in message
@@ -148,14 +153,17 @@ def test_refused_pinning_falls_back_with_one_warning(simulated, failed_after):
 
 
 def test_refused_pinning_is_an_error_where_no_fallback_is_wanted(simulated):
-    transfer = PinnedStagedTransfer(accelerator=simulated, chunk_elements=3, fallback=False)
     destination = simulated.device_empty(10, dtype=torch.bfloat16)
     destination.fill_(-1)
-    with failing(simulated, "pin_empty", RuntimeError("no"), after=1, times=1000) as attempts:
-        for _ in range(2):
-            with pytest.raises(StrategyUnavailableError, match="12 bytes .* failed: no"):
-                transfer.copy(destination, torch.arange(10.0))
-    assert len(attempts) == 2
+    for transfer in (
+        PinnedStagedTransfer(accelerator=simulated, chunk_elements=3),
+        routed(simulated, "pinned_staged", fallback=False, chunk_elements=3),
+    ):
+        with failing(simulated, "pin_empty", RuntimeError("no"), after=1, times=1000):
+            for _ in range(2):
+                with pytest.raises(StrategyUnavailableError, match="12 bytes .* failed: no"):
+                    transfer.copy(destination, torch.arange(10.0))
+        assert transfer.pinned_bytes == 0
     assert simulated.pinned_bytes == 0
     assert (destination == -1).all()
 
@@ -173,7 +181,7 @@ def test_a_memlock_like_limit_and_the_configured_fallback():
 
 def test_memory_that_is_not_pinned_after_all_is_a_refusal(simulated):
     simulated.is_pinned = lambda tensor: False
-    transfer = PinnedStagedTransfer(accelerator=simulated, chunk_elements=3)
+    transfer = routed(simulated, "pinned_staged", chunk_elements=3)
     with pytest.warns(FallbackWarning, match="memory that is not pinned"):
         transfer.copy(simulated.device_empty(10, dtype=torch.bfloat16), torch.arange(10.0))
     assert simulated.pinned_bytes == 0
@@ -183,7 +191,7 @@ def test_memory_that_is_not_pinned_after_all_is_a_refusal(simulated):
 @pytest.mark.parametrize("options", [{"events": False}, {"streams": False}, {"streams": False, "events": False}])
 def test_without_streams_or_events(options):
     bare = SimulatedAccelerator(**options)
-    for transfer in (PinnedStagedTransfer(accelerator=bare, chunk_elements=3), build_transfer({}, bare)):
+    for transfer in (routed(bare, "pinned_staged", chunk_elements=3), build_transfer({}, bare)):
         destination = bare.device_empty(10, dtype=torch.bfloat16)
         transfer.copy(destination, torch.arange(10.0))
         assert destination.tolist() == list(range(10))
@@ -251,7 +259,7 @@ def test_pinned_bytes_can_be_asked_for_while_threads_submit_and_close(simulated)
 
 
 def test_another_dtypes_ring_survives_a_refusal(simulated):
-    transfer = PinnedStagedTransfer(accelerator=simulated, chunk_elements=3)
+    transfer = routed(simulated, "pinned_staged", chunk_elements=3)
     for dtype in (torch.bfloat16, torch.float32):
         destination = simulated.device_empty(10, dtype=dtype)
         simulated.pin_limit_bytes = 12
@@ -265,7 +273,7 @@ def test_another_dtypes_ring_survives_a_refusal(simulated):
 def test_a_refusal_belongs_to_the_accelerator_that_refused():
     import accelerators
 
-    transfer = PinnedStagedTransfer(chunk_elements=3)
+    transfer = build_transfer({"strategy": "pinned_staged", "pinned_staged": {"chunk_elements": 3}})
     try:
         for options, pinned in (({"events": False}, 0), ({}, 12)):
             simulated = SimulatedAccelerator(**options)
@@ -280,7 +288,7 @@ def test_a_refusal_belongs_to_the_accelerator_that_refused():
 
 def test_a_warning_points_at_the_callers_line():
     bare = SimulatedAccelerator(events=False)
-    for transfer in (PinnedStagedTransfer(accelerator=bare), build_transfer({"strategy": "pinned_staged"}, bare)):
+    for transfer in (build_transfer({"strategy": "pinned_staged"}, bare),):
         with pytest.warns(FallbackWarning) as caught:
             transfer.copy(bare.device_empty(4, dtype=torch.bfloat16), torch.zeros(4))
         assert caught[0].filename == __file__
@@ -315,7 +323,11 @@ def test_a_close_that_is_entered_again_leaks_nothing(simulated, method, again):
     def enter():
         if not entered:
             entered.append(1)
-            transfer.copy(second, torch.ones(8)) if again == "submit" else transfer.close()
+            if again == "close":
+                transfer.close()
+                return
+            with pytest.raises(TransferBusyError):
+                transfer.copy(second, torch.ones(8))
 
     if method == "unpin_memory":
         unpin = simulated.unpin_memory
@@ -334,12 +346,14 @@ def test_a_close_that_is_entered_again_leaks_nothing(simulated, method, again):
     transfer.close()
     assert entered
     assert first.tolist() == list(range(8))
-    assert again == "close" or second.tolist() == [1.0] * 8
+    transfer.copy(second, torch.ones(8))
+    assert second.tolist() == [1.0] * 8
+    transfer.close()
     assert transfer.pinned_bytes == simulated.pinned_bytes == 0
 
 
 def test_a_close_inside_a_copy_that_another_strategy_does_closes_the_other_rings(simulated):
-    transfer = PinnedStagedTransfer(accelerator=simulated, chunk_elements=4)
+    transfer = routed(simulated, "pinned_staged", chunk_elements=4)
     transfer.copy(simulated.device_empty(8, dtype=torch.bfloat16), torch.arange(8.0))
     simulated.pin_limit_bytes = simulated.pinned_bytes
     original = simulated.enqueue_copy
