@@ -57,7 +57,7 @@ def may_lock_bytes(num_bytes: int) -> bool:
 
 
 class _NotThereError(Exception):
-    """The op is not built, or somebody seems to be building it."""
+    """The op is not built, or another process seems to build it."""
 
 
 @functools.cache
@@ -104,7 +104,7 @@ def _check_built(builder: Any) -> None:
 
 
 def _stays_locked(lock: Path) -> bool:
-    """Whether somebody builds the op, or has been killed while he did; to load it takes the lock for moments, too."""
+    """Whether the op is being built, or a build was killed. Loading it takes the lock for moments, too."""
     deadline = time.monotonic() + _LOADING_SECONDS
     with contextlib.suppress(FileNotFoundError):
         while time.time() - lock.stat().st_mtime < _LOADING_SECONDS and time.monotonic() < deadline:

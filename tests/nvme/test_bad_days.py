@@ -19,13 +19,13 @@ import torch
 
 from accelerators.simulated import SimulatedAccelerator
 from accelerators.testing import failing
+from tests.fork_server import run_forked
 from tests.nvme.tools import CHUNK, PREAMBLE, device_copy, files_below, make, patched, same_bits, swap_out, values
-from tests.running import run_python
 from transfer import FallbackWarning, StrategyUnavailableError, SwapError, SwapSpaceError, TransferError, nvme
 
 
 def run(program, root, **how):
-    return run_python("-W", "error", "-c", PREAMBLE + textwrap.dedent(program), root, **{"timeout": 60, **how})
+    return run_forked(PREAMBLE + textwrap.dedent(program), root, **how)
 
 
 @pytest.mark.parametrize("free", [0, 4096, 4096 + 40_960 - 1])
@@ -116,12 +116,13 @@ def test_a_limit_of_file_sizes(root):
 def test_the_device_that_is_always_full(root):
     swapped = swap_out(torch.arange(3.0), root)
 
-    def to_full(open_, path, flags, *args, **kwargs):
-        part = flags & os.O_WRONLY and str(path).endswith(".part")
-        return open_("/dev/full" if part else path, flags & ~os.O_DIRECT if part else flags, *args, **kwargs)
+    with Path("/dev/full").open("wb") as full:
 
-    with patched("open", to_full), pytest.raises(SwapSpaceError, match="No space left"):
-        swap_out(torch.ones(100), root)
+        def to_full(pwrite, _descriptor, *rest):
+            return pwrite(full.fileno(), *rest)
+
+        with patched("pwrite", to_full), pytest.raises(SwapSpaceError, match="No space left"):
+            swap_out(torch.ones(100), root)
     assert files_below(root) == [swapped.path]
 
 
@@ -305,24 +306,24 @@ def test_an_interruption_while_reading(root, any_accelerator, repeat):
     assert torch.equal(nvme.swap_in(swapped), tensor)
 
 
-def test_an_interruption_while_threads_are_employed(root):
+def test_an_interruption_while_workers_are_started(root):
     """Those that were started already go back to the pool: else the next copy, and the end of the process, hang."""
     done = run(
         """
         from accelerators.simulated import SimulatedAccelerator
         from transfer.nvme import read_ahead
-        def employ(pool, call):
+        def interrupted(pool, call):
             future = start_on(pool, call)
-            if len(employed) == 1:
+            if len(started) == 1:
                 raise KeyboardInterrupt
-            employed.append(future)
+            started.append(future)
             return future
-        start_on, read_ahead.start_on, employed = read_ahead.start_on, employ, []
+        start_on, read_ahead.start_on, started = read_ahead.start_on, interrupted, []
         transfer = NvmeSwappedTransfer(accelerator=SimulatedAccelerator(), chunk_elements=65_536, threads=2)
         destination = transfer.accelerator.device_empty(200_000, dtype=torch.bfloat16)
         swapped = swap_out(torch.ones(200_000), root)
         for read in (lambda: transfer.copy(destination, swapped), lambda: nvme.swap_in(swapped)):
-            employed.clear()
+            started.clear()
             try:
                 read()
             except KeyboardInterrupt:

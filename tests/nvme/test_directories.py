@@ -4,6 +4,7 @@ import errno
 import os
 import shutil
 import stat
+import tempfile
 import textwrap
 import threading
 from pathlib import Path
@@ -11,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.fork_server import run_forked
 from tests.nvme.tools import PREAMBLE, files_below, swap_out
-from tests.running import run_python
 from transfer import (
     ConfigError,
     NvmeSwappedTransfer,
@@ -22,6 +23,7 @@ from transfer import (
     TransferError,
     nvme,
 )
+from transfer.nvme.leftovers import remove_leftovers
 
 NAMES = {
     "none": None,
@@ -163,9 +165,9 @@ def test_threads_that_make_a_root_at_the_same_moment(root):
     assert all(nvme.swap_in(swapped).tolist() == [value] * 3 for value, swapped in made)
 
 
-def run(program, root, **how):
+def run(program, *arguments, **how):
     """Runs a program whose ``child`` starts a process that ends as a program does."""
-    return run_python("-W", "error", "-c", PREAMBLE + textwrap.dedent(program), root, **{"timeout": 60, **how})
+    return run_forked(PREAMBLE + textwrap.dedent(program), *arguments, **how)
 
 
 def succeeds(done, stdout="", stderr=""):
@@ -278,13 +280,13 @@ def test_what_is_not_ours_is_never_removed(root):
     (root / "data.swap").write_text("mine")
     done = run(
         """
-        import transfer.nvme.swap_directory as directory
+        import transfer.nvme.leftovers as leftovers
         def left():
             assert ended(child(swap_out, torch.ones(3), root)) == 0
             print(*sorted(path.name for path in root.iterdir()))
-        directory.is_local = lambda path: False
+        leftovers.is_local = lambda path: False
         left()
-        directory.is_local = lambda path: True
+        leftovers.is_local = lambda path: True
         left()
         """,
         root,
@@ -293,7 +295,7 @@ def test_what_is_not_ours_is_never_removed(root):
     alike = "h2d-swap-rankings other"
     succeeds(
         done,
-        f".h2d-swap-lock data.swap {others} h2d-swap-rank0-pid1-x {alike}\n.h2d-swap-lock data.swap {others} {alike}\n",
+        f"data.swap {others} h2d-swap-rank0-pid1-x {alike}\ndata.swap {others} {alike}\n",
     )
     assert (mine / "data").read_text() == (root / "h2d-swap-rankings" / "data").read_text() == "mine"
 
@@ -311,22 +313,86 @@ def test_a_live_run_whose_lock_was_cleaned_away_keeps_its_values(root):
     assert not unfinished.exists()
 
 
-def test_values_that_are_swapped_out_while_the_directory_is_made(root):
-    """By a finalizer or a signal handler of the same thread, which holds the lock of the root already."""
+@pytest.mark.parametrize("garbage", [b"\xff" * 8, b"", None])
+def test_a_leftover_that_cannot_be_read_stops_no_write(root, garbage):
+    """What a crash may leave of the machine's name: other bytes, nothing, or a directory in its place."""
+    dead = root / "h2d-swap-rank0-pid1-abc"
+    dead.mkdir(parents=True)
+    (dead / "lock").touch()
+    (dead / "tensor-0.swap").write_bytes(b"old")
+    (dead / "machine").write_bytes(garbage) if garbage is not None else (dead / "machine").mkdir()
+    assert nvme.swap_in(swap_out(torch.ones(3), root)).tolist() == [1, 1, 1]
+    assert dead.exists() == (garbage is None)
+
+
+@pytest.mark.parametrize("name", [".h2d-swap-lock", "h2d-swap-rank0-pid1-abc/lock", ".h2d-swap-rank0-pid1-abc/lock"])
+def test_a_lock_that_another_process_holds_is_not_waited_for(root, name):
+    lock = root / name
+    lock.parent.mkdir(parents=True)
     done = run(
         """
-        import transfer.nvme.swap_directory as directory
-        remove_dead, inside = directory._remove_dead, []
-        def interrupted(path):
-            inside.append(swap_out(torch.zeros(3), root))
-            remove_dead(path)
-        directory._remove_dead = interrupted
-        swapped = swap_out(torch.ones(3), root)
-        assert [nvme.swap_in(each).tolist() for each in (swapped, *inside)] == [[1, 1, 1], [0, 0, 0]]
+        import fcntl
+        descriptor = os.open(sys.argv[2], os.O_RDWR | os.O_CREAT, 0o644)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        assert ended(child(swap_out, torch.ones(3), root)) == 0
         """,
         root,
+        lock,
+        timeout=20,
     )
     succeeds(done)
+    assert lock.exists()
+
+
+@pytest.mark.parametrize("content", [(), ("lock",), ("lock", "machine")])
+def test_a_run_that_was_killed_while_it_made_its_directory(root, content):
+    """It had locked it, or had not, and its name still began with a dot."""
+    hidden = root / ".h2d-swap-rank0-pid1-abc"
+    hidden.mkdir(parents=True)
+    for name in content:
+        (hidden / name).touch()
+    swapped = swap_out(torch.ones(3), root)
+    assert [*root.iterdir()] == [swapped.path.parent]
+
+
+@pytest.mark.parametrize("when", ["mkdtemp", "open", "flock", "write_text", "rename"])
+def test_another_process_tidies_up_while_a_directory_is_made(root, monkeypatch, when):
+    """Before each step of making it: the run ends up with a directory of its own, which later ones leave alone."""
+    import fcntl
+
+    root.mkdir()
+    owner, name = {"mkdtemp": (tempfile, when), "open": (os, when), "flock": (fcntl, when)}.get(when, (Path, when))
+    original, tidied = getattr(owner, name), []
+
+    def tidy(*args, **kwargs):
+        if not tidied:
+            tidied.append(True)
+            remove_leftovers(root)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, tidy)
+    swapped = swap_out(torch.ones(3), root)
+    monkeypatch.undo()
+    assert tidied
+    remove_leftovers(root)
+    assert [*root.iterdir()] == [swapped.path.parent]
+    assert {"lock", "machine"} < {path.name for path in swapped.path.parent.iterdir()}
+    assert nvme.swap_in(swapped).tolist() == [1, 1, 1]
+
+
+def test_values_that_are_swapped_out_while_the_directory_is_made(root, monkeypatch):
+    """By a finalizer or a signal handler of the same thread."""
+    mkdtemp, inside = tempfile.mkdtemp, []
+
+    def interrupted(*args, **kwargs):
+        if not inside:
+            inside.append(None)
+            inside[0] = swap_out(torch.zeros(3), root)
+        return mkdtemp(*args, **kwargs)
+
+    monkeypatch.setattr(tempfile, "mkdtemp", interrupted)
+    swapped = swap_out(torch.ones(3), root)
+    assert [nvme.swap_in(each).tolist() for each in (swapped, *inside)] == [[1, 1, 1], [0, 0, 0]]
 
 
 def test_a_removal_that_is_killed_is_finished_by_the_next(root, monkeypatch):
@@ -355,6 +421,7 @@ def test_a_removal_that_is_killed_is_finished_by_the_next(root, monkeypatch):
 def test_a_run_that_ends_while_it_is_removed_is_no_reason_to_warn(root, monkeypatch, caplog):
     dead = root / "h2d-swap-rank0-pid1-abc"
     dead.mkdir(parents=True)
+    (dead / "lock").touch()
 
     def gone(path):
         raise FileNotFoundError(errno.ENOENT, "gone", str(path))

@@ -4,13 +4,11 @@ import textwrap
 
 import pytest
 
+from tests.fork_server import run_forked
 from tests.nvme.tools import PREAMBLE, files_below
-from tests.running import ends_quietly, run_python
+from tests.running import ends_quietly
 
 SIMULATED = f"""
-import atexit
-at_exit = []
-atexit.register(lambda: [call() for call in at_exit])
 {PREAMBLE}
 from accelerators.simulated import SimulatedAccelerator
 simulated = SimulatedAccelerator()
@@ -21,8 +19,7 @@ transfer = NvmeSwappedTransfer(accelerator=simulated, chunk_elements=65_536, pat
 
 
 def run(program, root, **how):
-    program = SIMULATED + textwrap.dedent(program)
-    return run_python("-W", "error", "-c", program, root, **{"timeout": 60, **how})
+    return run_forked(SIMULATED + textwrap.dedent(program), root, **how)
 
 
 def succeeds(done, stdout="", stderr=""):
@@ -56,9 +53,10 @@ def test_ending_without_close_is_quiet(root, end, code, stderr):
         """)
         + end,
         root,
+        tear_down=True,
     )
     ends_quietly(done, code, stderr)
-    assert done.stdout == "0 True True\n['.h2d-swap-lock']\n"
+    assert done.stdout == "0 True True\n[]\n"
 
 
 def test_ending_while_a_daemon_thread_reads(root):
@@ -74,6 +72,7 @@ def test_ending_while_a_daemon_thread_reads(root):
         sys.exit(3)
         """),
         root,
+        tear_down=True,
     )
     assert done.returncode != 0
     assert not files_below(root)
@@ -243,63 +242,5 @@ def test_files_of_a_process_that_ends_normally_are_gone_and_raw_ones_stay(root, 
         root,
     )
     succeeds(done)
-    assert [path.name for path in root.iterdir()] == [".h2d-swap-lock"]
+    assert not [*root.iterdir()]
     assert (tmp_path / "theirs.bin").read_bytes() == bytes(40)
-
-
-def test_the_op_of_aio_that_is_not_there(root, tmp_path):
-    """Nothing is built and nothing waits for a build, whatever an interrupted one has left behind."""
-    program = """
-        import torch.utils.cpp_extension
-        from deepspeed.ops.op_builder import AsyncIOBuilder
-        from accelerators import deepspeed_aio
-
-        def check(state, error=None):
-            def load(self, verbose=True):
-                raise error or SystemExit("a build was started")
-            AsyncIOBuilder.load, AsyncIOBuilder.is_compatible = load, lambda self, verbose=True: state != "no libaio"
-            deepspeed_aio.unavailable_reason.cache_clear()
-            print(state, deepspeed_aio.unavailable_reason(), sep=": ")
-
-        def built(builder, source):
-            folder = Path(torch.utils.cpp_extension._get_build_directory(builder.name, False))
-            assert folder.is_relative_to(os.environ["TORCH_EXTENSIONS_DIR"])
-            (folder / "build.ninja").write_text(f"build it: compile {source}")
-            (folder / f"{builder.name}.so").write_text("half")
-            return folder
-
-        builders = [AsyncIOBuilder()]
-        try:
-            from deepspeed.ops.op_builder.pin_memory import PinMemoryBuilder
-            builders.append(PinMemoryBuilder())
-        except ImportError:  # an older DeepSpeed
-            pass
-        check("missing")
-        folder = built(builders[0], "/another/environment/source.cpp")
-        (folder / "lock").touch()
-        os.utime(folder / "lock", (0, 0))
-        check("locked")
-        (folder / "lock").touch()
-        threading.Timer(0.3, (folder / "lock").unlink).start()  # another process loads it meanwhile
-        check("foreign")
-        for builder in builders:
-            folder = built(builder, os.path.abspath(builder.deepspeed_src_path(builder.sources()[0])))
-        os.utime(folder / f"{builder.name}.so", (0, 0))
-        check("half")
-        (folder / f"{builder.name}.so").touch()
-        check("no libaio")
-        check("broken", ImportError("libaio.so.1: cannot open shared object file"))
-    """
-    environment = {"TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions")}
-    done = run_python("-c", SIMULATED + textwrap.dedent(program), root, environment=environment, timeout=60)
-    assert done.returncode == 0, done.stderr
-    messages = dict(line.split(": ", 1) for line in done.stdout.splitlines() if ": " in line)
-    for state, part in {
-        "missing": "is not built",
-        "locked": "/async_io/lock.",
-        "foreign": "was built by another environment",
-        "half": "was built by another environment",
-        "no libaio": "needs libaio (package libaio-dev)",
-        "broken": "ImportError: libaio.so.1: cannot open shared object file",
-    }.items():
-        assert part in messages[state]

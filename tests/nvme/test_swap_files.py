@@ -18,6 +18,7 @@ from transfer import (
     SwappedTensor,
     TransferError,
     UnsupportedDtypeError,
+    build_transfer,
     nvme,
 )
 
@@ -357,31 +358,61 @@ def test_a_file_replaced_while_the_copy_runs_is_read_to_its_end(root, simulated)
     assert not path.exists()
 
 
+@pytest.mark.parametrize("cast", ["device", "host"])
 @pytest.mark.parametrize(
     ("source", "dtype", "checksum_bytes"),
     [
-        (torch.float32, torch.float32, 2**18),
+        (torch.float32, torch.float32, 2**14),
         (torch.float32, torch.bfloat16, 2**25),
-        (torch.bfloat16, torch.float32, 2**18),
-        (torch.float8_e5m2, torch.float64, 2**16),
-        (torch.float64, torch.float16, 2**16),
+        (torch.bfloat16, torch.float32, 2**13),
+        (torch.float8_e5m2, torch.float64, 3 * 2**12),
+        (torch.float64, torch.float16, 3 * 2**12),
     ],
 )
-def test_blocks_larger_than_a_chunk_and_the_advice_then(root, simulated, source, dtype, checksum_bytes):
-    swapped = swap_out(torch.ones(5000).to(source), root, checksum_bytes=checksum_bytes)
-    with make(simulated, chunk_elements=1000) as transfer, pytest.raises(SwapError) as caught:
-        device_copy(transfer, swapped, dtype)
+def test_checksums_that_cover_more_than_a_chunk(root, simulated, cast, source, dtype, checksum_bytes):
+    """Whatever a file was written with, chunks of any size read it, and use nothing before it was checked."""
+    tensor = torch.arange(50_003).remainder(57).to(source)
+    swapped = swap_out(tensor, root, checksum_bytes=checksum_bytes)
+    with make(simulated, chunk_elements=2000, cast=cast) as transfer:
+        assert same_bits(device_copy(transfer, swapped, dtype), tensor.to(dtype))
+        byte = 40_000 * source.itemsize
+        flip(swapped.path, swapped.offset_bytes + byte, 0)
+        destination = simulated.device_empty(50_003, dtype=dtype)
+        destination.fill_(58)
+        begin = byte // checksum_bytes * checksum_bytes
+        with pytest.raises(SwapCorruptedError, match=f"from byte {begin} on are not those that were written"):
+            transfer.copy(destination, swapped)
+        assert (destination.float()[begin // source.itemsize :] == 58).all()
+
+
+def test_small_chunks_read_what_swap_out_writes_by_default(root, any_accelerator):
+    tensor = torch.arange(3_000_000.0)
+    swapped = nvme.swap_out(tensor, root)
+    with build_transfer({"nvme_swapped": {"chunk_elements": 2**18}}, any_accelerator) as transfer:
+        destination = any_accelerator.device_empty(3_000_000, dtype=torch.float32)
+        transfer.copy(destination, swapped)
+        assert same_bits(destination.cpu(), tensor)
+
+
+def test_a_header_is_read_whole_whatever_a_system_gives_at_a_time(root):
+    swapped = swap_out(torch.arange(1000.0), root)
+    with patched("pread", lambda pread, descriptor, length, offset: pread(descriptor, max(1, length // 2), offset)):
+        assert nvme.swap_in(swapped).tolist() == [*range(1000)]
+        with pytest.raises(SwapCorruptedError, match="begins with a header"):
+            SwappedTensor.from_file(swapped.path, torch.float32, 1000)
+
+
+@pytest.mark.parametrize("size", [0, 10, 38, 200, 4095, 4096, 5000, 8191])
+def test_a_file_that_was_cut_names_both_sizes(root, size):
+    """4096 bytes of header and 4000 of values, padded to 4096."""
+    swapped = swap_out(torch.arange(1000.0), root)
+    os.truncate(swapped.path, size)
+    with pytest.raises(SwapCorruptedError) as caught:
+        nvme.swap_in(swapped)
     message = str(caught.value)
-    whole = -(-5000 * source.itemsize // 4096) * 4096
-    assert f"a checksum for each {min(checksum_bytes, whole)} bytes" in message
-    assert "`nvme_swapped.checksums: false`" in message
-    assert str(swapped.path) in message
-    advised = int(message.split("`nvme_swapped.chunk_elements` to ")[1].split(",")[0])
-    for options in ({"chunk_elements": advised}, {"chunk_elements": 1000, "checksums": False}):
-        with make(simulated, **options) as transfer:
-            assert same_bits(device_copy(transfer, swapped, dtype), torch.ones(5000).to(dtype))
-    with make(simulated, chunk_elements=advised - 1024) as transfer, pytest.raises(SwapError):
-        device_copy(transfer, swapped, dtype)
+    assert f"it was written with 8192 bytes and now has {size}" in message or (
+        f"4000 bytes wanted from byte 4096 on, and it ends at byte {size}" in message
+    )
 
 
 def test_a_deleted_file(root, any_accelerator):

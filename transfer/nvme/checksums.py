@@ -1,7 +1,7 @@
-"""A checksum for each block of a file's values: XXH3 of 64 bits, which costs less than reading them.
+"""Checksums of a file's values, one for each few MiB: XXH3 of 64 bits, which costs less than reading them.
 
-XXH3 (Y. Collet, github.com/Cyan4973/xxHash) is no protection against somebody who wants to deceive; it
-notices what drives, cables and programs do to bytes by accident.
+XXH3 (Y. Collet, github.com/Cyan4973/xxHash) notices what drives, cables and programs do to bytes by accident. It is
+no protection against deceit.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Checksums:
     """The checksums of one file's values.
 
     Attributes:
-        checksum_bytes: Bytes under each; the last block may be short.
-        table: Eight bytes a block, little-endian.
+        checksum_bytes: Bytes of values under each; the last one may cover fewer.
+        table: Eight bytes a checksum, little-endian.
     """
 
     checksum_bytes: int
@@ -31,15 +31,15 @@ class Checksums:
 
     @classmethod
     def of(cls, checksum_bytes: int, values: Sequence[int]) -> Checksums:
-        """From the checksum of each block, in order."""
+        """From the checksums, in order."""
         return cls(checksum_bytes, struct.pack(f"<{len(values)}Q", *values))
 
     def first_mismatch(self, offset_bytes: int, memory: memoryview) -> int | None:
-        """Where the first wrong block begins, counted from the first value, or None if all are right.
+        """Where the values of the first wrong checksum begin, counted from the first value; None if all are right.
 
         Args:
             offset_bytes: Where ``memory`` lies, counted from the first value; a multiple of ``checksum_bytes``.
-            memory: Whole blocks, or everything up to the last value.
+            memory: The values under one checksum or several, as a whole.
         """
         found = checksums_of(memory, self.checksum_bytes)
         expected = struct.unpack_from(f"<{len(found)}Q", self.table, offset_bytes // self.checksum_bytes * 8)
@@ -49,6 +49,6 @@ class Checksums:
 
 
 def checksums_of(memory: memoryview, checksum_bytes: int) -> list[int]:
-    """The checksum of each block."""
-    blocks = range(0, len(memory), checksum_bytes)
-    return [xxhash.xxh3_64_intdigest(memory[begin : begin + checksum_bytes]) for begin in blocks]
+    """The checksums of values; the last one may cover fewer bytes."""
+    begins = range(0, len(memory), checksum_bytes)
+    return [xxhash.xxh3_64_intdigest(memory[begin : begin + checksum_bytes]) for begin in begins]

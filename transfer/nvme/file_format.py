@@ -5,8 +5,8 @@ bytes                   what
 ======================  ==================================================================================
 0 to 7                  ``H2DSWAP`` and a newline
 8 to 11, 12 to 15       format version and length of the description, little-endian
-then                    the description, as JSON: dtype, shape, offset of the values, block, stamp
-then                    eight bytes for each block of values: its checksum (none if the block is 0)
+then                    the description, as JSON: dtype, shape, offset of the values, ``block_bytes``, stamp
+then                    a checksum of eight bytes for each ``block_bytes`` of the values; none if that is 0
 then                    eight bytes: the checksum of everything before
 the values' offset on   the values, padded with zeros to a multiple of 4096 bytes
 ======================  ==================================================================================
@@ -98,7 +98,7 @@ _header = TypeAdapter(Header)
 
 def is_swap_file(descriptor: int) -> bool:
     """Whether an open file begins as ours do."""
-    return os.pread(descriptor, len(MAGIC), 0) == MAGIC
+    return _pread(descriptor, len(MAGIC), 0) == MAGIC
 
 
 def read_header(descriptor: int, path: Path) -> Header:
@@ -107,26 +107,39 @@ def read_header(descriptor: int, path: Path) -> Header:
     Raises:
         SwapCorruptedError: It is no file of ours, of another version, or damaged.
     """
-    fixed = os.pread(descriptor, _FIXED.size, 0)
+    fixed = _pread(descriptor, _FIXED.size, 0)
     if len(fixed) < _FIXED.size or not fixed.startswith(MAGIC):
-        raise corrupted(path, "it does not begin as a file of `transfer.nvme.writing` does")
+        raise corrupted(path, "it does not begin as a file of `transfer.nvme.swap_out` does")
     _, version, length = _FIXED.unpack(fixed)
     if version != VERSION:
         raise corrupted(path, f"it has format version {version}, and this package reads version {VERSION}")
     if length > _MAX_DESCRIPTION_BYTES:
         raise corrupted(path, f"its description would be {length} bytes long")
     try:
-        header = _header.validate_json(os.pread(descriptor, length, _FIXED.size))
+        header = _header.validate_json(_pread(descriptor, length, _FIXED.size))
         table = header.table_bytes
     except (ValidationError, AttributeError, ValueError, OverflowError) as error:
         raise corrupted(path, "its header is damaged") from error
     before = _FIXED.size + length + table
-    if table < 0 or before + 8 > os.fstat(descriptor).st_size:
-        raise corrupted(path, f"its header is damaged, or cut off: it would be {before + 8} bytes long")
-    bytes_read = os.pread(descriptor, before + 8, 0)
+    size = os.fstat(descriptor).st_size
+    if table < 0 or before + 8 > size:
+        what = f"its header is damaged, or cut off: it would be {before + 8} bytes long, and the file has {size}"
+        raise corrupted(path, what)
+    bytes_read = _pread(descriptor, before + 8, 0)
     if bytes_read[before:] != struct.pack("<Q", xxhash.xxh3_64_intdigest(bytes_read[:before])):
         raise corrupted(path, "its header is damaged: the checksum is another")
     return header
+
+
+def _pread(descriptor: int, num_bytes: int, offset: int) -> bytes:
+    """The bytes, or fewer where the file ends: a system may give fewer than are there at a time."""
+    found = b""
+    while len(found) < num_bytes:
+        more = os.pread(descriptor, num_bytes - len(found), offset + len(found))
+        if not more:
+            break
+        found += more
+    return found
 
 
 def torch_dtype(name: str) -> torch.dtype:

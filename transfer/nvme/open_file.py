@@ -1,4 +1,4 @@
-"""Regular files, opened for reading."""
+"""Regular files, opened for reading, and O_DIRECT."""
 
 from __future__ import annotations
 
@@ -39,6 +39,29 @@ def opened(path: Path, flags: int = 0) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def open_direct(path: Path, descriptor: int, flags: int = os.O_RDONLY) -> int | None:
+    """A second descriptor of a file that is open, which goes past the page cache.
+
+    Args:
+        path: Of the file.
+        descriptor: The first one.
+        flags: As for ``os.open``.
+
+    Returns:
+        The descriptor, which the caller closes; None where the system or the file system refuses O_DIRECT.
+    """
+    if not O_DIRECT:
+        return None
+    try:
+        second = os.open(path, flags | os.O_CLOEXEC | O_DIRECT)
+    except OSError:
+        return None
+    if not os.path.samestat(os.fstat(second), os.fstat(descriptor)):  # replaced in between
+        os.close(second)
+        return None
+    return second
 
 
 def check_size(descriptor: int, path: Path, offset_bytes: int, num_bytes: int) -> None:

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ..errors import SwapCorruptedError, swap_error
-from .aligned_memory import ALIGNMENT_BYTES
+from .aligned_memory import ALIGNMENT_BYTES, round_up
 from .file_format import Header, corrupted, read_header
-from .open_file import NOT_DIRECT, O_DIRECT, check_size, opened
+from .open_file import NOT_DIRECT, check_size, open_direct, opened
 from .swapped_tensor import SwappedTensor
 
 logger = logging.getLogger("transfer")
@@ -84,7 +84,7 @@ def open_swapped(swapped: SwappedTensor, direct: bool = True) -> Iterator[OpenFi
         if swapped.stamp is not None:
             _check_ours(descriptor, swapped)
         check_size(descriptor, swapped.path, swapped.offset_bytes, swapped.nbytes)
-        second = _open_direct(swapped.path, descriptor) if direct and O_DIRECT else None
+        second = open_direct(swapped.path, descriptor) if direct else None
         try:
             yield OpenFile(swapped.path, descriptor, second)
         finally:
@@ -93,6 +93,10 @@ def open_swapped(swapped: SwappedTensor, direct: bool = True) -> Iterator[OpenFi
 
 
 def _check_ours(descriptor: int, swapped: SwappedTensor) -> None:
+    size = os.fstat(descriptor).st_size
+    if size < swapped.offset_bytes:  # cut inside its header, which would only be called damaged
+        written = swapped.offset_bytes + round_up(swapped.nbytes, ALIGNMENT_BYTES)
+        raise corrupted(swapped.path, f"it was written with {written} bytes and now has {size}")
     header = read_header(descriptor, swapped.path)
     if header.stamp != swapped.stamp:
         raise corrupted(swapped.path, "another file has taken its place since")
@@ -105,18 +109,5 @@ def _check_ours(descriptor: int, swapped: SwappedTensor) -> None:
             f"it holds {header.dtype} {header.shape} from byte {header.offset_bytes} on, and {name} {mine.shape} "
             f"from byte {mine.offset_bytes} on was wanted",
         )
-    size = os.fstat(descriptor).st_size
     if size != header.file_bytes:
         raise corrupted(swapped.path, f"it was written with {header.file_bytes} bytes and now has {size}")
-
-
-def _open_direct(path: Path, descriptor: int) -> int | None:
-    """A second descriptor of the very file that is open already, or None where O_DIRECT is refused."""
-    try:
-        second = os.open(path, os.O_RDONLY | os.O_CLOEXEC | O_DIRECT)
-    except OSError:
-        return None
-    if not os.path.samestat(os.fstat(second), os.fstat(descriptor)):  # replaced in between
-        os.close(second)
-        return None
-    return second

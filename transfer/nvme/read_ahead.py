@@ -1,17 +1,15 @@
-"""Chunks of a file on their way into memory, several at once, checked before anybody uses them."""
+"""Chunks of a file on their way into memory, several at once, checked before they are used."""
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from ..errors import SwapError
-from .aligned_memory import ALIGNMENT_BYTES, round_down, round_up
+from .aligned_memory import ALIGNMENT_BYTES, aligned_empty, buffer_of, round_down, round_up
 from .checksums import Checksums
 from .file_format import corrupted
 from .open_swapped import OpenFile, open_swapped
@@ -44,43 +42,34 @@ class Chunk:
     num_bytes: int
 
 
-def plan_reads(swapped: SwappedTensor, capacity: int, checked: bool, direct: bool) -> tuple[list[Chunk], bool]:
+def plan_reads(
+    swapped: SwappedTensor, capacity: int, checksums: Checksums | None, direct: bool
+) -> tuple[list[Chunk], bool]:
     """Cuts a file into chunks.
 
     Args:
         swapped: The values.
         capacity: Bytes of the memory that a chunk is read into; a multiple of the alignment.
-        checked: Whether checksums are to be compared, and so whole blocks to be read.
+        checksums: To be compared, and so to be covered by chunks as a whole; none covers more than a chunk holds.
         direct: Whether that memory is aligned, so that reads may go past the page cache.
 
     Returns:
         The chunks, and whether they can be read past the page cache.
-
-    Raises:
-        SwapError: The file has checksums over more bytes than fit.
     """
     size, start = swapped.element_size(), swapped.offset_bytes
     most = capacity
     skip = start % ALIGNMENT_BYTES
     direct = direct and start % size == 0
-    if checked and swapped.checksums is not None:
-        unit = min(swapped.checksums.checksum_bytes, round_up(swapped.nbytes, ALIGNMENT_BYTES))
+    if checksums is not None:
+        unit = _covered(swapped, checksums)
         direct = direct and unit % ALIGNMENT_BYTES == 0 and skip == 0
     else:
         unit = ALIGNMENT_BYTES
         if direct and skip:
-            most -= ALIGNMENT_BYTES  # read in vain before the first value, or after the last
+            most -= ALIGNMENT_BYTES  # the most that is read before the first value and after the last
         if not direct or most < unit:
             unit, direct, most = size, False, capacity
     payload = round_down(most, unit)
-    if payload == 0:
-        enough = -(-unit * capacity // (4 * most))
-        raise SwapError(
-            errno.EINVAL,
-            f"this file has a checksum for each {unit} bytes, and chunks hold {most}: raise "
-            f"`nvme_swapped.chunk_elements` to {enough}, or set `nvme_swapped.checksums: false`",
-            str(swapped.path),
-        )
     chunks = []
     for begin in range(0, swapped.nbytes, payload):
         end = min(begin + payload, swapped.nbytes)
@@ -91,62 +80,73 @@ def plan_reads(swapped: SwappedTensor, capacity: int, checked: bool, direct: boo
     return chunks, direct
 
 
-class ReadAhead:
-    """Reads pieces of chunks on threads. Made by ``reading``, which also starts and ends it.
+def _covered(swapped: SwappedTensor, checksums: Checksums) -> int:
+    """Bytes under one checksum, of a file that may be shorter."""
+    return min(checksums.checksum_bytes, round_up(swapped.nbytes, ALIGNMENT_BYTES))
 
-    Each thread takes the next piece from one queue until the file is read. On fast drives, what bounds them is how
-    often they hand the interpreter's lock to each other: so there is one checksum for a piece, no lock of its
+
+class Reads(Protocol):
+    """Reads the chunks of one file. Made by ``reading``, which also ends it."""
+
+    def start(self, chunk: Chunk, memory: memoryview) -> Callable[[], None]:
+        """Begins to read a chunk.
+
+        Args:
+            chunk: Which; in order.
+            memory: At least ``chunk.length`` bytes, which belong to the read until it is waited for.
+
+        Returns:
+            Blocks until the chunk is there, and raises what reading it raised.
+        """
+
+
+class ReadAhead(Reads):
+    """Reads on threads, several chunks at once.
+
+    Each thread takes the next task from one queue until the file is read. On fast drives, what bounds them is how
+    often they hand the interpreter's lock to each other: so there is one checksum for a task, no lock of its
     own, and no operation of torch, each of which gives the interpreter's lock away too.
 
     Args:
         file: What.
-        request_bytes: The most that a thread asks the drive for at a time. A piece is that, or what one checksum
-            covers where that is more.
+        request_bytes: The most that a thread asks the drive for at a time. A task is one request, or as many as one
+            checksum covers.
         checksums: Compared where given.
     """
 
     def __init__(self, file: OpenFile, request_bytes: int, checksums: Checksums | None) -> None:
         self._file = file
         unit = ALIGNMENT_BYTES if checksums is None else checksums.checksum_bytes
-        self._piece_bytes = max(unit, round_down(request_bytes, unit))
-        self._request_bytes = max(ALIGNMENT_BYTES, round_down(request_bytes, ALIGNMENT_BYTES))
+        self._task_bytes = max(unit, round_down(request_bytes, unit))
+        self._request_bytes = request_bytes
         self._checksums = checksums
-        self._tasks: SimpleQueue[_Piece | None] = SimpleQueue()
+        self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
         self._stopped = False
-        self._working: list[Future[None]] = []
+        self._workers: list[Future[None]] = []
 
-    def employ(self, pool: ThreadPoolExecutor, threads: int) -> None:
+    def start_workers(self, pool: ThreadPoolExecutor, threads: int) -> None:
         """Lets so many threads of the pool read. Whatever ends it, ``drain`` is to follow."""
         for _ in range(threads):
-            working = start_on(pool, self._work)
-            if working is None:
-                break  # those that there are read everything, or this one does
-            self._working.append(working)
+            worker = start_on(pool, self._work)
+            if worker is None:
+                break  # the workers so far read everything, or this thread does
+            self._workers.append(worker)
 
     def start(self, chunk: Chunk, memory: memoryview) -> Callable[[], None]:
-        """Begins to read a chunk.
-
-        Args:
-            chunk: Which.
-            memory: At least ``chunk.length`` bytes, which belong to the read until it is waited for.
-
-        Returns:
-            Blocks until the chunk is there, and raises what reading it raised.
-        """
         done: SimpleQueue[BaseException | None] = SimpleQueue()
-        pieces = [
-            _Piece(chunk, begin, memory[begin : min(begin + self._piece_bytes, chunk.length)], done)
-            for begin in range(0, chunk.length, self._piece_bytes)
+        tasks = [
+            _Task(chunk, begin, memory[begin : min(begin + self._task_bytes, chunk.length)], done)
+            for begin in range(0, chunk.length, self._task_bytes)
         ]
-        for piece in pieces:
-            if self._working:
-                self._tasks.put(piece)
+        for task in tasks:
+            if self._workers:
+                self._tasks.put(task)
             else:
-                self._read(piece)
+                self._read(task)
                 done.put(None)
 
         def wait() -> None:
-            for _ in pieces:
+            for _ in tasks:
                 error = done.get()
                 if error is not None:
                     raise error
@@ -154,49 +154,93 @@ class ReadAhead:
         return wait
 
     def _work(self) -> None:
-        while (piece := self._tasks.get()) is not None:
+        while (task := self._tasks.get()) is not None:
             error: BaseException | None = None
             try:
                 if not self._stopped:
-                    self._read(piece)
+                    self._read(task)
             except BaseException as caught:  # noqa: BLE001 - whatever it is, the copy has to end with it
                 error = caught
-            piece.done.put(error)
-        self._tasks.put(None)  # for the next one; also one that nobody knows of, as employing it was interrupted
+            task.done.put(error)
+        # Wakes the next worker: also one that an interrupt kept out of `_workers`.
+        self._tasks.put(None)
 
-    def _read(self, piece: _Piece) -> None:
-        chunk, begin = piece.chunk, piece.begin
-        needed = min(begin + len(piece.memory), chunk.skip + chunk.num_bytes) - begin
-        for at in range(0, needed, self._request_bytes):
-            memory = piece.memory[at : at + self._request_bytes]
-            self._file.read(chunk.offset + begin + at, memory, min(len(memory), needed - at))
-        if self._checksums is None:
-            return
-        wrong = self._checksums.first_mismatch(chunk.first_byte + begin, piece.memory[:needed])
-        if wrong is not None:
-            what = f"the {self._checksums.checksum_bytes} bytes of values from byte {wrong} on"
-            raise corrupted(self._file.path, f"{what} are not those that were written (their checksum is another)")
+    def _read(self, task: _Task) -> None:
+        chunk, begin = task.chunk, task.begin
+        needed = min(begin + len(task.memory), chunk.skip + chunk.num_bytes) - begin
+        _read_requests(self._file, chunk.offset + begin, task.memory, needed, self._request_bytes)
+        if self._checksums is not None:
+            _check(self._file, self._checksums, chunk.first_byte + begin, task.memory[:needed])
 
     def drain(self) -> None:
         """Blocks until nothing is being read; what has not begun is not read at all."""
         self._stopped = True
         try:
             self._tasks.put(None)
-            while self._working:
-                self._working[-1].exception()
-                self._working.pop()
+            while self._workers:
+                self._workers[-1].exception()
+                self._workers.pop()
         finally:
-            if self._working:  # Ctrl-C while this waited, and the memory is still being written
+            if self._workers:  # Ctrl-C while this waited, and the memory is still being written
                 self.drain()
 
 
-class _Piece(NamedTuple):
-    """What one thread reads at a time: of a chunk, from a byte on, into its part of the memory."""
+class _Task(NamedTuple):
+    """What one thread reads and checks at a time: of a chunk, from a byte on, into its part of the memory."""
 
     chunk: Chunk
     begin: int
     memory: memoryview
     done: SimpleQueue[BaseException | None]
+
+
+class ReadWhole(Reads):
+    """Reads in the calling thread, where one checksum covers more than a chunk holds.
+
+    All that it covers is read into memory of its own and checked; chunks are copied from there.
+    """
+
+    def __init__(self, file: OpenFile, request_bytes: int, checksums: Checksums, swapped: SwappedTensor) -> None:
+        self._file = file
+        self._request_bytes = request_bytes
+        self._checksums = checksums
+        self._values_offset, self._values_bytes = swapped.offset_bytes, swapped.nbytes
+        self._unit = _covered(swapped, checksums)
+        self._memory = buffer_of(aligned_empty(self._unit))
+        self._held = -1
+
+    def start(self, chunk: Chunk, memory: memoryview) -> Callable[[], None]:
+        done = 0
+        while done < chunk.num_bytes:
+            number, begin = divmod(chunk.first_byte + done, self._unit)
+            self._hold(number)
+            length = min(chunk.num_bytes - done, self._unit - begin)
+            memory[done : done + length] = self._memory[begin : begin + length]
+            done += length
+        return lambda: None
+
+    def _hold(self, number: int) -> None:
+        if number == self._held:
+            return
+        self._held = -1
+        first = number * self._unit
+        needed = min(self._unit, self._values_bytes - first)
+        _read_requests(self._file, self._values_offset + first, self._memory, needed, self._request_bytes)
+        _check(self._file, self._checksums, first, self._memory[:needed])
+        self._held = number
+
+
+def _read_requests(file: OpenFile, offset: int, memory: memoryview, needed: int, request_bytes: int) -> None:
+    for at in range(0, needed, request_bytes):
+        part = memory[at : at + request_bytes]
+        file.read(offset + at, part, min(len(part), needed - at))
+
+
+def _check(file: OpenFile, checksums: Checksums, first_byte: int, values: memoryview) -> None:
+    wrong = checksums.first_mismatch(first_byte, values)
+    if wrong is not None:
+        what = f"the {checksums.checksum_bytes} bytes of values from byte {wrong} on"
+        raise corrupted(file.path, f"{what} are not those that were written (their checksum is another)")
 
 
 @contextmanager
@@ -209,18 +253,33 @@ def reading(
     request_bytes: int,
     checked: bool,
     direct: bool = True,
-) -> Iterator[tuple[ReadAhead, list[Chunk]]]:
+) -> Iterator[tuple[Reads, list[Chunk]]]:
     """Opens and checks a file, and plans its chunks. At the end of the block nothing is being read any more.
+
+    Args:
+        swapped: The values; at least one.
+        pool: Its threads read, unless a checksum covers more than ``capacity``: then the calling thread does.
+        capacity: Bytes of the memory for each chunk; a multiple of the alignment.
+        threads: How many of the pool's.
+        request_bytes: The most that is asked of the drive at a time; rounded down to the alignment.
+        checked: Whether checksums are compared, where the file has some.
+        direct: Whether the memory for chunks is aligned, so that reads may go past the page cache.
 
     Raises:
         SwapError: The file cannot be opened, or is not what the handle says.
     """
-    chunks, direct = plan_reads(swapped, capacity, checked, direct)
     checksums = swapped.checksums if checked else None
+    request_bytes = max(ALIGNMENT_BYTES, round_down(request_bytes, ALIGNMENT_BYTES))
+    if checksums is not None and _covered(swapped, checksums) > capacity:
+        chunks, _ = plan_reads(swapped, capacity, None, direct=False)
+        with open_swapped(swapped) as file:
+            yield ReadWhole(file, request_bytes, checksums, swapped), chunks
+        return
+    chunks, direct = plan_reads(swapped, capacity, checksums, direct)
     with open_swapped(swapped, direct) as file:
         ahead = ReadAhead(file, request_bytes, checksums)
         try:
-            ahead.employ(pool, threads)
+            ahead.start_workers(pool, threads)
             yield ahead, chunks
         finally:
             ahead.drain()

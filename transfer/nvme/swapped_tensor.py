@@ -18,8 +18,7 @@ from ..errors import SwapCorruptedError, UnsupportedDtypeError
 from .checksums import Checksums
 from .file_format import is_swap_file, read_header
 from .open_file import check_size, opened
-from .paths import absolute
-from .swap_directory import OwnedFile
+from .swap_directory import OwnedFile, absolute
 
 
 @dataclass(frozen=True)
@@ -27,15 +26,15 @@ class SwappedTensor:
     """Values in a file, which any transfer takes in place of a tensor in host memory.
 
     ``swap_out`` returns one whose file belongs to it: the file is deleted with the last reference to the
-    handle, by ``delete``, and when the process ends. ``from_file`` makes one for a file that stays
-    somebody else's. A handle that was pickled works in another process while the file is there, and owns nothing.
+    handle, by ``delete``, and when the process ends. ``from_file`` makes one for a file of another
+    program, which stays. A handle that was pickled works in another process while the file is there, and owns nothing.
 
     Attributes:
         path: The file.
         dtype: Of the values.
         shape: Of the values, which lie in C order without gaps, in this machine's byte order.
         offset_bytes: Where in the file they begin.
-        checksums: For each block of a file of ours, unless it was written without.
+        checksums: Of a file of ours, unless it was written without.
         stamp: What a file of ours says of itself, to tell it from one that took its place.
     """
 
@@ -51,7 +50,7 @@ class SwappedTensor:
     def from_file(
         cls, path: str | os.PathLike[str], dtype: torch.dtype, shape: tuple[int, ...] | int, offset_bytes: int = 0
     ) -> SwappedTensor:
-        """Points at a file that somebody else wrote, such as DeepSpeed's ``.swp`` files.
+        """Points at a file that another program wrote, such as DeepSpeed's ``.swp`` files.
 
         Nothing in such a file says what it holds, so dtype, shape and offset are taken on trust; that it is long
         enough is checked now and whenever it is read.
@@ -83,7 +82,7 @@ class SwappedTensor:
             if is_swap_file(descriptor) and offset_bytes < read_header(descriptor, swapped.path).offset_bytes:
                 raise SwapCorruptedError(
                     errno.EBADMSG,
-                    "the file begins with a header of `transfer.nvme.writing`, not with values: use the handle that "
+                    "the file begins with a header of `transfer.nvme.swap_out`, not with values: use the handle that "
                     "swap_out returned, or its offset_bytes",
                     str(swapped.path),
                 )
@@ -104,7 +103,7 @@ class SwappedTensor:
         return self.numel() * self.dtype.itemsize
 
     def delete(self) -> None:
-        """Deletes the file if it belongs to this handle. Twice is fine; somebody else's file stays.
+        """Deletes the file if it belongs to this handle; another file stays. Idempotent.
 
         Raises:
             SwapError: The file cannot be deleted.
@@ -112,7 +111,7 @@ class SwappedTensor:
         if self._owned is not None:
             self._owned.delete()
 
-    # Copies within a process are the handle itself: the file stays while anybody has one.
+    # Copies within a process are the handle itself: the file stays as long as one of them.
     def __copy__(self) -> Self:
         return self
 
@@ -127,7 +126,7 @@ def check_dtype(dtype: object) -> None:
     """Refuses what has no plain values.
 
     Raises:
-        UnsupportedDtypeError: As said.
+        UnsupportedDtypeError: ``dtype`` is not a torch dtype, or its values do not lie in memory as they are.
     """
     name = str(dtype).removeprefix("torch.")
     # Quantized; bits without a meaning; and u?int1 to 7, which torch has no copy of.

@@ -31,7 +31,7 @@ def run_on(pool: ThreadPoolExecutor, call: Callable[[], T]) -> Future[T]:
 
 
 class _Once(Generic[T]):
-    """A call that is made at most once, by whoever claims it first."""
+    """A call that is made at most once, by the thread that claims it first."""
 
     def __init__(self, call: Callable[[], T]) -> None:
         self.future: Future[T] = Future()
@@ -39,7 +39,7 @@ class _Once(Generic[T]):
         self._unclaimed = threading.Lock()
 
     def claim(self) -> bool:
-        """Whether nobody has claimed it before."""
+        """Whether this is the first claim."""
         return self._unclaimed.acquire(blocking=False)
 
     def __call__(self) -> None:
@@ -47,7 +47,7 @@ class _Once(Generic[T]):
             return
         try:
             result = self._call()
-        except BaseException as error:  # noqa: BLE001 - all of them are the waiter's
+        except BaseException as error:  # noqa: BLE001 - the waiter gets all of them
             self.future.set_exception(error)
         else:
             self.future.set_result(result)

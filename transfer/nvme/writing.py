@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import os
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -19,8 +18,8 @@ from ..tensor_memory import describe, storage_problem
 from .aligned_memory import ALIGNMENT_BYTES, aligned_empty, round_up
 from .checksums import CHECKSUM_BYTES, Checksums, checksums_of
 from .file_format import Header
-from .open_file import NOT_DIRECT, O_DIRECT
-from .space import not_written, reserve
+from .new_file import created, not_written
+from .open_file import NOT_DIRECT
 from .swap_directory import OwnedFile, swap_directory
 from .swapped_tensor import SwappedTensor, check_dtype
 from .threads import run_on
@@ -38,17 +37,17 @@ def swap_out(
     """Writes values to a file of their own. Blocks until they are on the drive, and synced.
 
     The space is taken first, so a full drive is an error before anything is written. The file appears under its
-    name when it is whole: whatever happens, there is all of it or nothing, and files of before are untouched.
+    name when it is whole: whatever happens, there is all of it or nothing, and files written before stay as they are.
 
     Args:
         tensor: Any dense tensor of plain values, of any strides; one that is not contiguous, or not in host
             memory, is copied as a whole first.
         directory: Where. Each process has a directory of its own in it (mode 0700), which goes with the process.
             Made if it is missing.
-        name: Becomes part of the file's name, for whoever looks at it. Any text; the same one twice makes two files.
+        name: Becomes part of the file's name. Any text; two calls with the same text make two files.
         checksums: Whether reads can notice bytes that have changed since.
         threads: How many write at once. Each takes 4 MiB of memory.
-        checksum_bytes: Of values under each checksum: a multiple of 4096.
+        checksum_bytes: Bytes of values under each checksum: a multiple of 4096.
 
     Returns:
         The handle that the file belongs to: see ``SwappedTensor``.
@@ -59,7 +58,7 @@ def swap_out(
         NotATensorError: ``tensor`` is none.
         InvalidTensorError: It has no values of its own: meta, sparse, nested, quantized.
         UnsupportedDtypeError: Its dtype has no plain values.
-        ValueError: ``threads`` or ``checksum_bytes`` is not as said.
+        ValueError: ``threads`` is less than 1, or ``checksum_bytes`` no multiple of 4096.
     """
     _check(tensor, threads, checksum_bytes)
     own = swap_directory(directory)
@@ -89,19 +88,18 @@ def _check(tensor: Tensor, threads: int, checksum_bytes: int) -> None:
 def _write(tensor: Tensor, path: Path, header: Header, threads: int) -> Checksums | None:
     part = path.with_suffix(".part")
     try:
-        with _created(part) as (descriptor, direct):
-            reserve(descriptor, path, header.file_bytes)
+        with created(part, header.file_bytes) as (descriptor, direct):
             values = _Values(tensor, header, descriptor, direct)
-            pieces = range(0, header.value_bytes, values.piece_bytes)
-            with ThreadPoolExecutor(min(threads, len(pieces)), thread_name_prefix="h2d-write") as pool:
+            begins = range(0, header.value_bytes, values.request_bytes)
+            with ThreadPoolExecutor(min(threads, len(begins)), thread_name_prefix="h2d-write") as pool:
                 try:
-                    writing = [run_on(pool, partial(values.write, begin)) for begin in pieces]
+                    writing = [run_on(pool, partial(values.write, begin)) for begin in begins]
                     found = [future.result() for future in writing]
                 except BaseException:
                     pool.shutdown(cancel_futures=True)
                     raise
-            values_of_blocks = list(itertools.chain.from_iterable(found))
-            sums = Checksums.of(header.checksum_bytes, values_of_blocks) if header.checksum_bytes else None
+            values_sums = list(itertools.chain.from_iterable(found))
+            sums = Checksums.of(header.checksum_bytes, values_sums) if header.checksum_bytes else None
             _write_whole(descriptor, memoryview(header.packed(sums)), 0)
             os.fsync(descriptor)
         part.rename(path)
@@ -118,7 +116,11 @@ def _write(tensor: Tensor, path: Path, header: Header, threads: int) -> Checksum
 
 
 class _Values:
-    """The values of a tensor, piece by piece on their way into a file. Threads may share one object."""
+    """The values of a tensor on their way into a file, request by request. Threads may share one object.
+
+    Attributes:
+        request_bytes: The most that one call of ``write`` writes; whole checksums.
+    """
 
     def __init__(self, tensor: Tensor, header: Header, descriptor: int, direct: int | None) -> None:
         host = tensor if tensor.device.type == "cpu" else tensor.cpu()
@@ -129,13 +131,13 @@ class _Values:
         self._memory = threading.local()
         self._descriptor = descriptor
         self._direct = direct
-        self.piece_bytes = round_up(CHECKSUM_BYTES, header.checksum_bytes or ALIGNMENT_BYTES)
+        self.request_bytes = round_up(CHECKSUM_BYTES, header.checksum_bytes or ALIGNMENT_BYTES)
 
     def write(self, begin: int) -> list[int]:
-        """Writes one piece; returns the checksums of its blocks."""
-        length = min(self.piece_bytes, len(self._bytes) - begin)
+        """Writes the values from a byte on, as many as one request takes; returns their checksums."""
+        length = min(self.request_bytes, len(self._bytes) - begin)
         padded = round_up(length, ALIGNMENT_BYTES)
-        memory = self._piece_of_memory().numpy()
+        memory = self._thread_memory().numpy()
         memory[:length] = self._bytes[begin : begin + length]
         memory[length:padded] = 0
         buffer: memoryview = memory.data
@@ -144,14 +146,14 @@ class _Values:
             return []
         return checksums_of(buffer[:length], self._header.checksum_bytes)
 
-    def _piece_of_memory(self) -> Tensor:
-        memory: Tensor | None = getattr(self._memory, "piece", None)
+    def _thread_memory(self) -> Tensor:
+        memory: Tensor | None = getattr(self._memory, "aligned", None)
         if memory is None:
-            memory = self._memory.piece = aligned_empty(self.piece_bytes)
+            memory = self._memory.aligned = aligned_empty(self.request_bytes)
         return memory
 
     def _write_all(self, buffer: memoryview, offset: int) -> None:
-        """Past the page cache where the file system allows it: nobody reads these bytes from there."""
+        """Past the page cache where the file system allows it: these bytes are not read from there."""
         direct = self._direct
         if direct is not None:
             try:
@@ -168,23 +170,6 @@ def _write_whole(descriptor: int, buffer: memoryview, offset: int) -> None:
     while buffer:
         written = os.pwrite(descriptor, buffer, offset)
         buffer, offset = buffer[written:], offset + written
-
-
-@contextlib.contextmanager
-def _created(path: Path) -> Iterator[tuple[int, int | None]]:
-    """Descriptors of a new file: through the page cache, and past it, where the file system allows that."""
-    with contextlib.ExitStack() as closing:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        closing.callback(os.close, descriptor)
-        direct = None
-        if O_DIRECT:
-            try:
-                direct = os.open(path, os.O_WRONLY | os.O_CLOEXEC | O_DIRECT)
-                closing.callback(os.close, direct)
-            except OSError as error:
-                if error.errno not in NOT_DIRECT:
-                    raise
-        yield descriptor, direct
 
 
 def _sync_directory(path: Path) -> None:

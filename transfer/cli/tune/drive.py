@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ...nvme.aligned_memory import ALIGNMENT_BYTES, aligned_empty, buffer_of
 from ...nvme.checksums import checksums_of
 from ...nvme.mounts import file_system
-from ...nvme.open_file import NOT_DIRECT, O_DIRECT
-from ...nvme.space import not_written, reserve
+from ...nvme.new_file import created, not_written
+from ...nvme.open_file import NOT_DIRECT
 from ...nvme.swap_directory import OwnedFile, swap_directory
 from ..measuring.ranks import Ranks
 from ..measuring.raw_io import in_blocks, read_block, write_block
@@ -53,9 +50,9 @@ def measure_drive(directory: str, ranks: Ranks, bounds: Bounds) -> dict[str, Any
     path = own.new_path("h2d-tune")
     owned = OwnedFile(path, own)
     try:
-        with _created(path) as (descriptor, direct), ThreadPoolExecutor(max(THREADS)) as pool:
-            file = _File(descriptor, direct, pool)
-            reserve(descriptor, path, bounds.file_bytes)
+        with created(path, bounds.file_bytes) as (cached, past), ThreadPoolExecutor(max(THREADS)) as pool:
+            direct = _writes_directly(past)
+            file = _File(past if direct and past is not None else cached, direct, pool)
             # What is measured afterwards is written over, as swap files are, and nothing is read that is not there.
             filled, _ = file.run(True, BLOCKS[-1], 4, bounds.file_bytes, bounds.fill_seconds)
             cells = list(itertools.product((True, False), BLOCKS, THREADS))
@@ -128,31 +125,14 @@ class _File:
         return moved, time.perf_counter() - started
 
 
-@contextlib.contextmanager
-def _created(path: Path) -> Iterator[tuple[int, bool]]:
-    """The descriptor of a new file, and whether it goes past the page cache."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    direct = _open_direct(path)
+def _writes_directly(direct: int | None) -> bool:
+    """Whether a new file can be written past the page cache: some file systems refuse it only now."""
+    if direct is None:
+        return False
     try:
-        yield (descriptor if direct is None else direct), direct is not None
-    finally:
-        os.close(descriptor)
-        if direct is not None:
-            os.close(direct)
-
-
-def _open_direct(path: Path) -> int | None:
-    if not O_DIRECT:
-        return None
-    try:
-        direct = os.open(path, os.O_RDWR | os.O_CLOEXEC | O_DIRECT)
-    except OSError:
-        return None
-    try:  # some file systems refuse it only now
         os.pwrite(direct, buffer_of(aligned_empty(ALIGNMENT_BYTES)), 0)
     except OSError as error:
-        os.close(direct)
         if error.errno in NOT_DIRECT:
-            return None
+            return False
         raise
-    return direct
+    return True

@@ -1,0 +1,80 @@
+"""New files: their space is taken before anything is written, and a lack of it is explained."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..errors import NO_ROOM, SwapError, SwapSpaceError, swap_error
+from .open_file import open_direct
+
+
+@contextlib.contextmanager
+def created(path: Path, num_bytes: int) -> Iterator[tuple[int, int | None]]:
+    """Descriptors of a new file that has its space, to read and write it in the block.
+
+    Args:
+        path: Of the file; must not exist. Its mode is 0600.
+        num_bytes: Of the whole file.
+
+    Yields:
+        A descriptor that goes through the page cache; and one that goes past it, or None where the file system
+        refuses that.
+
+    Raises:
+        SwapSpaceError: What is free is less, on a file system that reserves nothing.
+        OSError: What the system says; ``not_written`` makes an error of ours of it. The file may exist then.
+    """
+    with contextlib.ExitStack() as closing:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        closing.callback(os.close, descriptor)
+        _reserve(descriptor, path, num_bytes)
+        direct = open_direct(path, descriptor, os.O_RDWR)
+        if direct is not None:
+            closing.callback(os.close, direct)
+        yield descriptor, direct
+
+
+def not_written(error: OSError, what: str, path: Path, num_bytes: int) -> SwapError:
+    """The error of ours for one of the system's.
+
+    Args:
+        error: What writing raised.
+        what: What could not be done, as the beginning of a sentence.
+        path: Of the file.
+        num_bytes: That it was to have.
+    """
+    if error.errno in NO_ROOM and not isinstance(error, SwapError):
+        return _no_room(error.errno, path, num_bytes)
+    return swap_error(error, what, path)
+
+
+def _reserve(descriptor: int, path: Path, num_bytes: int) -> None:
+    try:
+        os.posix_fallocate(descriptor, 0, num_bytes)
+        return
+    except AttributeError:  # another system
+        pass
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENODEV):
+            raise
+    # A file system that reserves nothing: what is free now is the best guess.
+    if shutil.disk_usage(path.parent).free < num_bytes:
+        raise _no_room(errno.ENOSPC, path, num_bytes)
+    os.truncate(descriptor, num_bytes)
+
+
+def _no_room(number: int | None, path: Path, num_bytes: int) -> SwapSpaceError:
+    """The error for a drive, a quota or a limit that has no room, with what is free and what to do."""
+    free: int | str = "an unknown number of"
+    with contextlib.suppress(OSError):
+        free = shutil.disk_usage(path.parent).free
+    remedy = "Free some, or swap out to another drive."
+    if number == errno.EFBIG:
+        remedy = "The process may not write files so large: raise its limit (`ulimit -f`)."
+    message = f"{os.strerror(number or errno.ENOSPC)}: {num_bytes} bytes wanted, {free} free. {remedy}"
+    return SwapSpaceError(number, message, str(path))
