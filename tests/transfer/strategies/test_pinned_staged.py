@@ -131,13 +131,15 @@ def test_two_hundred_lives_leak_nothing(simulated):
 def test_refused_pinning_falls_back_with_one_warning(simulated, failed_after):
     error = RuntimeError("cudaHostAlloc: out of memory")
     transfer = routed(simulated, "pinned_staged", chunk_elements=3)
-    with failing(simulated, "pin_empty", error, after=failed_after, times=1000):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            for value in range(20):
-                destination = simulated.device_empty(10, dtype=torch.bfloat16)
-                transfer.copy(destination, torch.arange(10.0) + value)
-                assert destination.tolist() == [index + value for index in range(10)]
+    with (
+        failing(simulated, "pin_empty", error, after=failed_after, times=1000),
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        for value in range(20):
+            destination = simulated.device_empty(10, dtype=torch.bfloat16)
+            transfer.copy(destination, torch.arange(10.0) + value)
+            assert destination.tolist() == [index + value for index in range(10)]
     assert simulated.pinned_bytes == transfer.pinned_bytes == 0
     assert transfer.stats()["pinned_staged"].passed_on == 20
     transfer.copy(destination, torch.zeros(10))  # tried again each time: the memory may be there by now
