@@ -45,7 +45,7 @@ class Attachment:
         """Whether waits may be put off to the end of a step; so they are for a strategy on its own."""
         return getattr(self.transfer.config, "completion", "deferred") == "deferred"
 
-    def prepare(self, optimizer: Any, sub_group_id: int, elements: int | None = None) -> None:
+    def prepare(self, optimizer: Any, sub_group_id: int) -> None:
         """Prepares what a master's copy-backs leave from.
 
         That is the master itself, once for each storage that it is given, and place where that is; for one on
@@ -54,20 +54,19 @@ class Attachment:
         Args:
             optimizer: The optimizer.
             sub_group_id: The master's.
-            elements: The most that one copy takes, which may be too few to prepare anything; None: all of them.
         """
         if has_own_order(optimizer):
             # ZenFlow and SuperOffload move masters into shared memory, under the storage that stays: what is
             # page-locked must not move.
             return
         if is_swapped(optimizer, sub_group_id):
-            self._swap_buffers.prepare(optimizer, elements)
+            self._swap_buffers.prepare(optimizer)
             return
         source = optimizer.fp32_partitioned_groups_flat[sub_group_id].data
         storage, address = source.untyped_storage(), source.untyped_storage().data_ptr()
         known = self._prepared.get(sub_group_id)
         if known is None or known[0]() is not storage or known[1] != address:
-            self.transfer.prepare(source if elements is None else source.narrow(0, 0, elements))
+            self.transfer.prepare(source)
             self._prepared[sub_group_id] = weakref.ref(storage), address
 
     def unprepare(self, optimizer: Any) -> None:

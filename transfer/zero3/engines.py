@@ -7,8 +7,8 @@ What is replaced is one copy in ``_reassign_or_swap_out_partitioned_parameters``
 optimizer has updated a sub-group, its fp32 master partition on the host goes to its low-precision
 partition on the device. That method has had the same name and body from DeepSpeed 0.16 to 0.19;
 SuperOffload overrides it, so it is replaced in the class that defines it. Where the copy does not
-cross from the host to the device, DeepSpeed's own code runs. Beside it, two methods that copy masters
-or parameters on NVMe are replaced: ``zero3_restore`` and ``zero3_param_swap`` say what for.
+cross from the host to the device, DeepSpeed's own code runs. Beside it, the method that copies masters
+on NVMe after a checkpoint was loaded is replaced: ``zero3_restore`` says what for.
 
 With ``completion: deferred`` the copies of a step are waited for at its end (``zero3_step`` says how).
 """
@@ -28,7 +28,6 @@ from ..errors import AttachError
 from ..interface import HostToDeviceTransfer
 from ..routing import build_transfer
 from . import checkpoint as zero3_restore
-from . import param_swap as zero3_param_swap
 from . import patching as hooks
 from .attachment import Attachment, crosses
 from .config import config_for_engine
@@ -237,8 +236,6 @@ def _destroy(original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs:
 _OURS = {
     **replacements(_find),
     **zero3_restore.replacements(_find),
-    # Runs while an optimizer is made, too, when it is not to be attached yet.
-    **zero3_param_swap.replacements(_attachments.get),
     "destroy": _destroy,
 }
 

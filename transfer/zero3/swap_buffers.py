@@ -37,13 +37,8 @@ class SwapBuffers:
         self._manager: Any = None
         self._give_back: weakref.finalize[Any, Any] | None = None
 
-    def prepare(self, optimizer: Any, elements: int | None = None) -> None:
-        """Prepares every buffer, unless that was done for this manager.
-
-        Args:
-            optimizer: The optimizer.
-            elements: The most that one copy out of a buffer takes; None: all of them.
-        """
+    def prepare(self, optimizer: Any) -> None:
+        """Prepares every buffer, unless that was done for this manager."""
         manager = buffer_manager(optimizer)
         if manager is None or manager is self._manager:
             return
@@ -52,7 +47,7 @@ class SwapBuffers:
         self._give_back = weakref.finalize(optimizer, _unprepare, self._transfer, manager)
         self._give_back.atexit = False
         for buffer in manager.all_buffers:
-            self._transfer.prepare(buffer if elements is None else buffer.narrow(0, 0, elements))
+            self._transfer.prepare(buffer)
         self._manager = manager
 
     def unprepare(self) -> None:
