@@ -7,8 +7,9 @@ from tests.running import run_python
 SCRIPT = """
 import sys
 from deepspeed.runtime.engine import DeepSpeedEngine
-from transfer import zero3
-print([__name__, sys.argv, hasattr(DeepSpeedEngine._configure_zero_optimizer, "__wrapped__"), zero3._installed.config])
+from transfer.zero3.attached import attached
+patched = hasattr(DeepSpeedEngine._configure_zero_optimizer, "__wrapped__")
+print([__name__, sys.argv, patched, attached.installed.config])
 import beside
 sys.exit(3)
 """

@@ -3,8 +3,9 @@
 import pytest
 
 from tests.zero3.stand_ins import COPY_BACK, SECTION, Engine, Stage3, SuperOffload, engine_of
-from transfer.zero3 import engines as zero3
-from transfer.zero3 import patching as zero3_hooks
+from transfer import zero3
+from transfer.zero3 import stage3
+from transfer.zero3.attached import attached
 
 
 @pytest.fixture(autouse=True)
@@ -13,7 +14,7 @@ def _clean():
     destroy = Stage3.destroy
     yield
     zero3.uninstall()
-    for optimizer in list(zero3._attachments):
+    for optimizer in attached.optimizers():
         zero3.detach(optimizer)
     for cls, original in originals.items():
         assert vars(cls)[COPY_BACK] is original, "a method is still replaced"
@@ -42,4 +43,4 @@ def stand_ins(monkeypatch):
     import deepspeed.runtime.engine
 
     monkeypatch.setattr(deepspeed.runtime.engine, "DeepSpeedEngine", Engine)
-    monkeypatch.setattr(zero3_hooks, "zero3_classes", lambda: [Stage3, SuperOffload])
+    monkeypatch.setattr(stage3, "optimizer_classes", lambda: [Stage3, SuperOffload])

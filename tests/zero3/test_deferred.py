@@ -7,9 +7,8 @@ import torch
 
 from accelerators.simulated import SimulatedAccelerator
 from tests.zero3.stand_ins import Spy, Stage3, SteppingStage3, engine_of
-from transfer import InvalidTensorError, TransferConfig, build_transfer
-from transfer.zero3 import engines as zero3
-from transfer.zero3 import patching as zero3_hooks
+from transfer import InvalidTensorError, TransferConfig, build_transfer, zero3
+from transfer.zero3 import stage3
 
 DIRECT = {"strategy": "pinned_direct", "pinned_direct": {"mapped": False, "chunk_elements": 3}, "fallback": False}
 STAGED = {"strategy": "pinned_staged", "pinned_staged": {"chunk_elements": 3}}
@@ -206,7 +205,7 @@ class Looks(SteppingStage3):
 
 
 def test_whoever_looks_right_after_a_copy_back_sees_it_finished(simulated, config, monkeypatch):
-    monkeypatch.setattr(zero3_hooks, "zero3_classes", lambda: [Stage3, SteppingStage3])
+    monkeypatch.setattr(stage3, "optimizer_classes", lambda: [Stage3, SteppingStage3])
     optimizer = Looks(simulated, sub_groups=3)
     zero3.attach(optimizer, build_transfer(config, simulated))
     optimizer.step()
@@ -302,7 +301,7 @@ class ClampsAfterwards(SteppingStage3):
 
 @pytest.mark.parametrize("eager", [False, True], ids=["late", "early"])
 def test_a_master_that_changes_after_its_update_is_copied_as_it_is_then(config, eager, monkeypatch):
-    monkeypatch.setattr(zero3_hooks, "zero3_classes", lambda: [Stage3, SteppingStage3])
+    monkeypatch.setattr(stage3, "optimizer_classes", lambda: [Stage3, SteppingStage3])
     simulated = SimulatedAccelerator(eager=eager)
     optimizer = ClampsAfterwards(simulated)
     zero3.attach(optimizer, build_transfer(config, simulated))

@@ -103,7 +103,7 @@ def test_steps_that_overflow_are_skipped(tmp_path):
 
 
 @pipelining
-def test_persistent_parameters_get_their_values_where_the_others_are_on_nvme(tmp_path, pipeline):
+def test_parameters_on_nvme_stay_with_deepspeed(tmp_path, pipeline):
     offload_param = {
         "device": "nvme",
         "nvme_path": str(tmp_path / "swap"),
@@ -115,4 +115,4 @@ def test_persistent_parameters_get_their_values_where_the_others_are_on_nvme(tmp
     results = trained(spec_of(tmp_path, pipeline, zero=zero), FEW_RUNS, tmp_path)
     for name in ("staged", "direct"):
         for mine in results[name]:
-            assert mine["waited_at_once"] == mine["submitted"] == 3 * 4, "four biases in each of three steps"
+            assert mine["waited_at_once"] == mine["submitted"] == 0

@@ -3,8 +3,7 @@
 import pytest
 
 from tests.zero3.stand_ins import Stage3, chunk, engine_of
-from transfer import ConfigError
-from transfer.zero3 import engines as zero3
+from transfer import ConfigError, zero3
 
 
 def test_the_same_configuration_keeps_the_transfer(simulated):

@@ -2,15 +2,23 @@
 
 import inspect
 import logging
+import types
 
 import pytest
 import torch
 
 from tests.zero3.swapping import SwappingStage3
 from tests.zero3.test_deferred import DIRECT, STAGED, after
-from transfer import NotATensorError, PinnedStagedTransfer, StrategyUnavailableError, SwapCorruptedError, build_transfer
-from transfer.zero3 import engines as zero3
-from transfer.zero3.checkpoint import _path
+from transfer import (
+    NotATensorError,
+    PinnedStagedTransfer,
+    StrategyUnavailableError,
+    SwapCorruptedError,
+    build_transfer,
+    zero3,
+)
+from transfer.zero3.attached import attached
+from transfer.zero3.stage3 import Stage3, SwapFile, buffers_of
 
 SWAPPED, IN_MEMORY = (0, 2), 1
 
@@ -146,7 +154,7 @@ def takes_no_files(transfer, error):
 @pytest.mark.parametrize("error", [NotATensorError("a file"), StrategyUnavailableError("no ring")], ids=repr)
 def test_a_transfer_that_takes_no_files_leaves_it_to_deepspeed(simulated, tmp_path, error, caplog):
     optimizer = make(simulated, tmp_path)
-    takes_no_files(zero3._attachments[optimizer].transfer, error)
+    takes_no_files(attached.get(optimizer).transfer, error)
     with caplog.at_level(logging.WARNING, logger="transfer"):
         optimizer.reset_swap_buffers()
     assert optimizer.values() == RESTORED
@@ -174,7 +182,7 @@ def test_a_caller_s_own_strategy_that_reads_no_files_leaves_it_to_deepspeed(simu
 
 def test_unless_nothing_may_stand_in(simulated, tmp_path):
     optimizer = make(simulated, tmp_path, {**STAGED, "fallback": False})
-    takes_no_files(zero3._attachments[optimizer].transfer, StrategyUnavailableError("no ring"))
+    takes_no_files(attached.get(optimizer).transfer, StrategyUnavailableError("no ring"))
     with pytest.raises(StrategyUnavailableError):
         optimizer.reset_swap_buffers()
 
@@ -183,7 +191,7 @@ def test_unless_nothing_may_stand_in(simulated, tmp_path):
 def test_an_error_on_the_way_leaves_nothing_in_flight(simulated, tmp_path, error):
     # Without a master in memory, whose copy is waited for at once, and with it what was queued before.
     optimizer = make(simulated, tmp_path, in_memory=[])
-    transfer, calls = zero3._attachments[optimizer].transfer, []
+    transfer, calls = attached.get(optimizer).transfer, []
     submit = transfer.submit
 
     def failing_at_the_third_file(destination, source):
@@ -217,10 +225,11 @@ def test_deepspeeds_swap_info_has_the_masters_path_first(tmp_path):
     offered = {"parameter": tensors[0], "numel": 5, "base_folder": str(tmp_path), "aio_handle": None}
     info = OptimizerStateSwapInfo(**arguments_of(OptimizerStateSwapInfo, **offered))
     info.add_state_tensors(tensors[1:])
-    assert _path(info) == f"{tmp_path}/3_7.tensor.swp"
-    assert (info.numel(), info.dtype()) == (5, torch.float32)
+    swapper = types.SimpleNamespace(swap_params_info={"3_7": info})
+    view = Stage3(types.SimpleNamespace(optimizer_swapper=swapper, fp32_partitioned_groups_flat=tensors))
+    assert view.swap_file(0) == SwapFile(f"{tmp_path}/3_7.tensor.swp", torch.float32, 5)
     info.unswapped_gradients = {0: torch.ones(1)}
-    info.release_unswapped_gradients()
+    view.forget_gradients(0)
     assert info.unswapped_gradients == {}
 
 
@@ -234,9 +243,10 @@ def test_deepspeeds_buffer_manager_says_which_buffers_are_in_use(monkeypatch):
     monkeypatch.setattr(utils.dist, "get_rank", lambda: 1)
     offered = {"num_elems": 4, "count": 3, "dtype": torch.float32, "aio_handle": Handle()}
     manager = utils.SwapBufferManager(**arguments_of(utils.SwapBufferManager, **offered))
-    assert len(manager.all_buffers) == 3
-    assert not manager.used_buffer_index
+    assert len(buffers_of(manager)) == 3
+    view = Stage3(types.SimpleNamespace(optimizer_swapper=types.SimpleNamespace(swap_buffer_manager=manager)))
+    assert not view.uses_buffers
     buffers = manager.allocate(num_elems=3, count=2, dtype=torch.float32)
-    assert len(manager.used_buffer_index) == 2
+    assert view.uses_buffers
     manager.free(buffers)
-    assert not manager.used_buffer_index
+    assert not view.uses_buffers

@@ -3,16 +3,13 @@
 import gc
 
 import pytest
-import torch
 
 from accelerators.testing import failing
 from tests.zero3.stand_ins import Spy
 from tests.zero3.swapping import SwappingStage3
 from tests.zero3.test_deferred import BEFORE, DIRECT, STAGED, after
-from transfer import FallbackWarning, StrategyUnavailableError, build_transfer
-from transfer.zero3 import engines as zero3
-from transfer.zero3.attachment import Attachment
-from transfer.zero3.step import _is_exposed
+from transfer import FallbackWarning, StrategyUnavailableError, build_transfer, zero3
+from transfer.zero3.plan import exposed
 
 #: Four buffers of twelve fp32 elements.
 BUFFERS_BYTES = 4 * 12 * 4
@@ -138,27 +135,18 @@ def test_buffers_are_not_prepared_for_an_order_of_their_own(simulated, optimizer
 
 
 @pytest.mark.parametrize(
-    ("sizes", "swapped", "exposed"),
+    ("elements", "swapped", "expected"),
     [
-        ([8, 8, 8], (), [2]),
-        ([8, 8, 3], (), [1, 2]),  # the small last one does not hide what comes before
-        ([8, 2, 2, 4], (), [3]),  # those after the first are as many
-        ([8, 2, 2, 3], (), [0, 3]),
-        ([8, 8, 3], (0, 1), [0, 1, 2]),  # the rest is in memory
-        ([8, 3, 8], (0, 2), [0, 2]),
-        ([8, 0], (), [0]),
+        ([8, 8, 8], (), {2}),
+        ([8, 8, 3], (), {1, 2}),  # the small last one does not hide what comes before
+        ([8, 2, 2, 4], (), {3}),  # those after the first are as many
+        ([8, 2, 2, 3], (), {0, 3}),
+        ([8, 8, 3], (0, 1), {0, 1, 2}),  # the rest is in memory
+        ([8, 3, 8], (0, 2), {0, 2}),
+        ([8, 8, 0], (), {1}),  # the last master is on the device, and updating it hides nothing
+        ([0, 8], (0,), {1}),
+        ([], (), set()),
     ],
 )
-def test_updates_go_in_tiles_where_no_later_one_hides_the_copy(simulated, tmp_path, sizes, swapped, exposed):
-    in_memory = [each for each in range(len(sizes)) if each not in swapped]
-    optimizer = SwappingStage3(simulated, tmp_path, sub_groups=len(sizes), in_memory=in_memory)
-    optimizer.fp16_partitioned_groups_flat = [simulated.device_empty(size, dtype=torch.bfloat16) for size in sizes]
-    attachment = Attachment(build_transfer(DIRECT, simulated))
-    assert [each for each in range(len(sizes)) if _is_exposed(optimizer, each, attachment)] == exposed
-
-
-def test_updates_that_follow_on_the_device_hide_nothing(simulated, tmp_path):
-    optimizer = SwappingStage3(simulated, tmp_path, in_memory=[0, 1, 2])
-    optimizer.fp32_partitioned_groups_flat[2] = simulated.device_empty(8, dtype=torch.float32)
-    attachment = Attachment(build_transfer(DIRECT, simulated))
-    assert [each for each in range(3) if _is_exposed(optimizer, each, attachment)] == [1]
+def test_a_copy_is_exposed_where_no_later_update_hides_it(elements, swapped, expected):
+    assert exposed(elements, swapped) == expected

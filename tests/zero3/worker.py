@@ -19,14 +19,13 @@ import torch
 
 import accelerators
 from accelerators.simulated import SimulatedAccelerator
-from transfer import InFlightCopy, PinnedStagedTransfer, build_transfer
-from transfer.zero3 import engines as zero3
-from transfer.zero3 import patching as zero3_hooks
-from transfer.zero3 import tiles as zero3_tiles
+from transfer import InFlightCopy, PinnedStagedTransfer, build_transfer, zero3
+from transfer.zero3 import patching, tiles
+from transfer.zero3.attached import attached
 
 STEPS = 3
 #: Masters here are small: let the update of the last one be cut all the same.
-zero3_tiles.SMALLEST_ELEMENTS = zero3_tiles.ALIGNMENT_ELEMENTS = 1024
+tiles.SMALLEST_ELEMENTS = tiles.ALIGNMENT_ELEMENTS = 1024
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "autocast": torch.float32}
 
 
@@ -108,7 +107,7 @@ def train(spec, run, simulated, rank):
             simulated.adopt(partition)
     transfer = None
     if how == "install":
-        transfer = zero3._attachments[stage3].transfer
+        transfer = attached.get(stage3).transfer
     elif how == "attach":
         transfer = zero3.attach(engine, build_transfer(run.get("transfer")))
     elif how == "section":
@@ -165,7 +164,7 @@ def train(spec, run, simulated, rank):
     }
     if how == "install":
         zero3.uninstall()
-    result["hooks_left"] = len(zero3_hooks.active)
+    result["hooks_left"] = len(patching.active)
     return result
 
 

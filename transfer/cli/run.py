@@ -35,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
         sys.path.insert(0, str(Path.cwd()))
         if importlib.util.find_spec(options.script.partition(".")[0]) is None:
             parser.error(f"there is no module {options.script!r}")
-    from ..zero3 import engines as zero3
+    from .. import zero3
 
     try:
         zero3.install(options.config)

@@ -1,16 +1,19 @@
-"""What belongs to one attached ZeRO-3 optimizer: its transfer, and the copy-backs nobody has waited for."""
+"""What belongs to one attached ZeRO-3 optimizer: its transfer, what was prepared, and the copies in flight."""
 
 from __future__ import annotations
 
 import contextlib
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..config import TransferConfig
 from ..in_flight import InFlightCopy
 from ..interface import HostToDeviceTransfer
-from .swap_buffers import SwapBuffers, is_swapped
+from .plan import StepPlan
+from .stage3 import Stage3
+from .swap_buffers import SwapBuffers
 
 
 @dataclass(eq=False)
@@ -22,16 +25,14 @@ class Attachment:
         config: Of a transfer that was built for this attachment, and is closed on detach; else None.
         by_install: Whether ``install`` attached it.
         engine: The DeepSpeed engine where it is known, for its monitor.
-        in_step: Whether the optimizer's step is under way, at whose end every copy is waited for.
-        tiled: The sub-group whose copy-back was submitted while it was updated, or None.
+        plan: Of the step that is under way, at whose end every copy is waited for; None between steps.
     """
 
     transfer: HostToDeviceTransfer
     config: TransferConfig | None = None
     by_install: bool = False
     engine: weakref.ref[Any] | None = None
-    in_step: bool = False
-    tiled: int | None = None
+    plan: StepPlan | None = None
     _in_flight: list[tuple[int, InFlightCopy]] = field(default_factory=list)
     _interrupted: bool = False
     _prepared: dict[int, tuple[weakref.ref[Any], int]] = field(default_factory=dict)
@@ -45,36 +46,40 @@ class Attachment:
         """Whether waits may be put off to the end of a step; so they are for a strategy on its own."""
         return getattr(self.transfer.config, "completion", "deferred") == "deferred"
 
-    def prepare(self, optimizer: Any, sub_group_id: int, elements: int | None = None) -> None:
-        """Prepares what a master's copy-backs leave from.
+    def partitions(self, stage3: Stage3, sub_group_id: int) -> tuple[Any, Any] | None:
+        """The low-precision and the master partition of a copy from host to device; None: DeepSpeed's own code runs.
+
+        A step's plan knows them; outside of a step, the transfer is asked.
+        """
+        if self.plan is not None:
+            return self.plan.partitions(sub_group_id)
+        pair = stage3.partitions(sub_group_id)
+        return pair if pair is not None and self.transfer.is_host_to_device(*pair) else None
+
+    def prepare(self, stage3: Stage3, sub_group_id: int, master: Any) -> None:
+        """Prepares what the copy-backs of a sub-group leave from.
 
         That is the master itself, once for each storage that it is given, and place where that is; for one on
         NVMe it is DeepSpeed's swap buffers.
-
-        Args:
-            optimizer: The optimizer.
-            sub_group_id: The master's.
-            elements: The most that one copy takes, which may be too few to prepare anything; None: all of them.
         """
-        if has_own_order(optimizer):
-            # ZenFlow and SuperOffload move masters into shared memory, under the storage that stays: what is
-            # page-locked must not move.
-            return
-        if is_swapped(optimizer, sub_group_id):
-            self._swap_buffers.prepare(optimizer, elements)
-            return
-        source = optimizer.fp32_partitioned_groups_flat[sub_group_id].data
-        storage, address = source.untyped_storage(), source.untyped_storage().data_ptr()
+        storage = master.untyped_storage()
+        address = storage.data_ptr()
         known = self._prepared.get(sub_group_id)
-        if known is None or known[0]() is not storage or known[1] != address:
-            self.transfer.prepare(source if elements is None else source.narrow(0, 0, elements))
-            self._prepared[sub_group_id] = weakref.ref(storage), address
+        if known is not None and known[0]() is storage and known[1] == address:
+            return
+        if stage3.overrides_step:
+            return  # such an optimizer moves its masters, and what is page-locked must not move
+        if stage3.is_swapped(sub_group_id):
+            self._swap_buffers.prepare(stage3)
+            return
+        self.transfer.prepare(master)
+        self._prepared[sub_group_id] = weakref.ref(storage), address
 
-    def unprepare(self, optimizer: Any) -> None:
+    def unprepare(self, stage3: Stage3) -> None:
         """Undoes ``prepare`` for every master and buffer."""
         self._swap_buffers.unprepare()
         for sub_group_id in tuple(self._prepared):
-            self.transfer.unprepare(optimizer.fp32_partitioned_groups_flat[sub_group_id].data)
+            self.transfer.unprepare(stage3.master(sub_group_id))
             del self._prepared[sub_group_id]
 
     def submit(self, sub_group_id: int, destination: Any, source: Any) -> None:
@@ -95,7 +100,7 @@ class Attachment:
         Raises:
             Exception: The first error that waiting met; every other copy has been waited for.
         """
-        if self._interrupted:  # there may be a copy that nobody knows of
+        if self._interrupted:  # there may be a copy that is not in the list
             self.transfer.drain()
             self._interrupted = False
         with contextlib.ExitStack() as waiting:  # all of them, and the first error after
@@ -103,20 +108,27 @@ class Attachment:
                 waiting.callback(entry[1].wait)
         self._in_flight.clear()
 
+    @contextlib.contextmanager
+    def finishing(self) -> Iterator[None]:
+        """Waits at the end of the block for every copy, also after an error, which is then the one that is raised."""
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(Exception):
+                self.finish()
+            raise
+        self.finish()
 
-def has_own_order(optimizer: Any) -> bool:
-    """Whether this optimizer's step is not ZeRO-3's: SuperOffload's and ZenFlow's are not."""
-    return hasattr(optimizer, "superoffload_cpu_optimizer") or bool(getattr(optimizer, "zenflow", False))
+    def give_up(self, stage3: Stage3, *, close: bool = False) -> None:
+        """Waits for what is in flight and gives back what was prepared.
 
+        A transfer that was built for this attachment is closed; with ``close``, so is a caller's.
 
-def crosses(optimizer: Any, sub_group_id: int, transfer: HostToDeviceTransfer) -> bool:
-    """Whether this sub-group's copy-back is one that the interface is for."""
-    if sub_group_id >= len(optimizer.fp16_partitioned_groups_flat):  # offloaded as a whole, by offload_states
-        return False
-    destination = optimizer.fp16_partitioned_groups_flat[sub_group_id]
-    source = optimizer.fp32_partitioned_groups_flat[sub_group_id]
-    if destination is None or getattr(optimizer, "offload_param", False):  # on NVMe, or on the host
-        return False
-    if destination.numel() and destination.data_ptr() == source.data_ptr():  # autocast: one and the same
-        return False
-    return transfer.is_host_to_device(destination.data, source.data)
+        Raises:
+            Exception: The first error of these; each of them has been tried.
+        """
+        with contextlib.ExitStack() as closing:  # from the last to the first
+            closing.callback(self.unprepare, stage3)
+            if close or self.config is not None:
+                closing.callback(self.transfer.close)
+            self.finish()

@@ -9,21 +9,19 @@ a multiple of every vector width: the bits are those of one call.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+from .stage3 import CPU_ADAM_MODULE, STEP, replacing_op, updates_in_parts
 
 #: Tiles begin at multiples of this many elements: far above 8 registers of 16 values, the op's stride.
 ALIGNMENT_ELEMENTS = 2**16
 #: What is left when a tile would be smaller goes as a whole: 2^21 elements cross in about 0.2 ms.
 SMALLEST_ELEMENTS = 2**21
-#: From this version on, an update with the step number of the one before leaves the op's state alone; before
-#: it, each update moves the state on (``csrc/includes/cpu_adam.h``, IncrementStep).
-_SINCE = (0, 19, 3)
-#: Whose functions may make up ``DeepSpeedCPUAdam.step``: anybody else's might change the result after it.
+#: Whose functions may make up the step of CPU Adam: others might change the result after it.
 _KNOWN_MODULES = {
-    "deepspeed.ops.adam.cpu_adam",
+    CPU_ADAM_MODULE,
     "torch.optim.lr_scheduler",
     "torch.optim.optimizer",
     "torch.utils._contextlib",
@@ -43,25 +41,21 @@ def plan_tiles(numel: int) -> Iterator[tuple[int, int]]:
 
 
 def can_tile(optimizer: Any) -> bool:
-    """Whether the optimizer is one whose update may be cut, and whose result nobody changes after it.
+    """Whether the optimizer is one whose update may be cut, and whose result no other code changes after it.
 
     Args:
         optimizer: What ZeRO-3 calls ``step`` of.
     """
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
-
     return (
-        type(optimizer) is DeepSpeedCPUAdam
-        and hasattr(optimizer, "ds_opt_adam")
-        and _version() >= _SINCE
+        updates_in_parts(optimizer)
         and not has_post_hooks(optimizer)
-        and _is_known(optimizer.step)
-        and _is_known(DeepSpeedCPUAdam.step)
+        and _is_known(getattr(optimizer, STEP))
+        and _is_known(getattr(type(optimizer), STEP))
     )
 
 
 def has_post_hooks(optimizer: Any) -> bool:
-    """Whether torch calls somebody's code after each step of this optimizer."""
+    """Whether torch calls code of others after each step of this optimizer."""
     from torch.optim import optimizer as torch_optimizer
 
     return bool(getattr(optimizer, "_optimizer_step_post_hooks", None)) or bool(
@@ -78,44 +72,30 @@ def updating_in_tiles(optimizer: Any, master: Any, submit: Callable[[int, int], 
         master: The flat fp32 partition.
         submit: Called with offset and length of each tile after it was updated.
     """
-    op = optimizer.ds_opt_adam
-    try:
-        optimizer.ds_opt_adam = _TiledOp(op, master, submit)
-        yield
-    finally:
-        optimizer.ds_opt_adam = op
 
-
-class _TiledOp:
-    """DeepSpeed's op, whose ``adam_update`` of one tensor is made in tiles."""
-
-    def __init__(self, op: Any, master: Any, submit: Callable[[int, int], None]) -> None:
-        self._op, self._master, self._submit = op, master, submit
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._op, name)
-
-    def adam_update(self, *arguments: Any) -> Any:
+    def update(original: Callable[..., Any], *arguments: Any) -> Any:
         *scalars, parameters, gradients, first_moments, second_moments = arguments
         tensors = (parameters, gradients, first_moments, second_moments)
-        is_master = parameters.data_ptr() == self._master.data_ptr() and parameters.numel() == self._master.numel()
+        is_master = parameters.data_ptr() == master.data_ptr() and parameters.numel() == master.numel()
         if not is_master or not all(tensor.dim() == 1 and tensor.is_contiguous() for tensor in tensors):
-            return self._op.adam_update(*arguments)
-        end, update = 0, self._op.adam_update
+            return original(*arguments)
+        end = 0
         try:
             for offset, length in plan_tiles(parameters.numel()):
-                tile = tuple(tensor.narrow(0, offset, length) for tensor in tensors)
+                tile = [tensor.narrow(0, offset, length) for tensor in tensors]
                 # Before the update: Ctrl-C while the op runs is raised when it has ended, and nothing comes in between.
                 end = offset + length
-                update(*scalars, *tile)
-                self._submit(offset, length)
+                original(*scalars, *tile)
+                submit(offset, length)
         except BaseException:
-            # The optimizer has counted the step: a master that is updated in part would stay wrong for good.
+            # The optimizer has counted the step: a master that is updated in part would stay wrong.
             if end < parameters.numel():
-                rest = (tensor.narrow(0, end, tensor.numel() - end) for tensor in tensors)
-                self._op.adam_update(*scalars, *rest)
+                original(*scalars, *(tensor.narrow(0, end, tensor.numel() - end) for tensor in tensors))
             raise
         return None
+
+    with replacing_op(optimizer, update):
+        yield
 
 
 def _is_known(function: Any) -> bool:
@@ -126,10 +106,3 @@ def _is_known(function: Any) -> bool:
             return False
         function = getattr(function, "__wrapped__", None)
     return True
-
-
-@functools.cache
-def _version() -> tuple[int, ...]:
-    import deepspeed
-
-    return tuple(int(part) for part in deepspeed.__version__.split("+")[0].split(".")[:3])

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...errors import AcceleratorFailedError
-from ...zero3.swap_buffers import is_swapped
+from ...zero3.stage3 import Stage3
 from .on_nvme import check_lock_limit, check_swapped, offload_section, sources
 from .transformer import Shape, Transformer
 
@@ -97,7 +97,7 @@ def describe_engine(engine: Any) -> dict[str, Any]:
     return {
         "parameters": sum(parameter.ds_numel for parameter in engine.module.parameters()),
         "sub_group_elements": elements,
-        "swapped_sub_groups": sum(is_swapped(optimizer, sub_group_id) for sub_group_id in range(len(elements))),
+        "swapped_sub_groups": sum(Stage3(optimizer).is_swapped(sub_group_id) for sub_group_id in range(len(elements))),
         "master_bytes": 4 * sum(elements),
         "source_bytes": sum(memory.nbytes for memory in sources(optimizer)),
     }

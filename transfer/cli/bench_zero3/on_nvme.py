@@ -14,7 +14,7 @@ from accelerators.deepspeed_aio import may_lock_bytes
 from ...errors import StrategyUnavailableError
 from ...nvme import SwappedTensor, swap_in
 from ...registry import get_strategy
-from ...zero3.swap_buffers import buffer_manager, is_swapped
+from ...zero3.stage3 import Stage3, buffers_of
 
 #: Three states and a gradient, and one more; three times four where one sub-group is updated while the one before is
 #: still written and the one after read already.
@@ -64,7 +64,7 @@ def check_swapped(optimizer: Any) -> None:
     Raises:
         StrategyUnavailableError: No sub-group is large enough to be swapped.
     """
-    if not any(is_swapped(optimizer, sub_group_id) for sub_group_id in _sub_groups(optimizer)):
+    if not any(Stage3(optimizer).is_swapped(sub_group_id) for sub_group_id in _sub_groups(optimizer)):
         raise StrategyUnavailableError(
             "no sub-group has its state on NVMe: DeepSpeed keeps those of fewer than 262,144 elements a rank in "
             "memory; give fewer --sub-groups or more --parameters"
@@ -75,7 +75,7 @@ def masters(optimizer: Any) -> Iterator[Any]:
     """The master partition of each sub-group, as it is now, between steps: read from its file where it is in one."""
     for sub_group_id in _sub_groups(optimizer):
         master = optimizer.fp32_partitioned_groups_flat[sub_group_id]
-        if is_swapped(optimizer, sub_group_id):
+        if Stage3(optimizer).is_swapped(sub_group_id):
             info = optimizer.optimizer_swapper.swap_params_info[master.ds_id]
             yield swap_in(SwappedTensor.from_file(info.get_swap_paths()[0], master.dtype, info.numel()))
         else:
@@ -84,7 +84,7 @@ def masters(optimizer: Any) -> Iterator[Any]:
 
 def sources(optimizer: Any) -> list[Any]:
     """The memory that copy-backs leave from: masters, or DeepSpeed's swap buffers."""
-    swapped = [is_swapped(optimizer, sub_group_id) for sub_group_id in _sub_groups(optimizer)]
+    swapped = [Stage3(optimizer).is_swapped(sub_group_id) for sub_group_id in _sub_groups(optimizer)]
     in_memory = [
         master.data for master, away in zip(optimizer.fp32_partitioned_groups_flat, swapped, strict=True) if not away
     ]
@@ -93,7 +93,7 @@ def sources(optimizer: Any) -> list[Any]:
 
 def as_in_a_step(optimizer: Any, sub_group_id: int, master: Any) -> Any:
     """A master where a step would have it when it is copied back; between steps nobody uses the swap buffers."""
-    if not is_swapped(optimizer, sub_group_id):
+    if not Stage3(optimizer).is_swapped(sub_group_id):
         return master
     return _buffers(optimizer)[0].narrow(0, 0, master.numel()).copy_(master)
 
@@ -112,4 +112,4 @@ def _sub_groups(optimizer: Any) -> range:
 
 
 def _buffers(optimizer: Any) -> list[Any]:
-    return list(buffer_manager(optimizer).all_buffers)
+    return buffers_of(Stage3(optimizer).buffer_manager)

@@ -7,14 +7,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ... import zero3
 from ...config import TransferConfig
 from ...config_file import resolve_config
 from ...interface import HostToDeviceTransfer
 from ...registry import get_strategy
 from ...routing import build_transfer
-from ...zero3 import engines as zero3
-from ...zero3.step import COPY_BACK
-from ...zero3.swap_buffers import is_swapped
+from ...zero3.stage3 import COPY_BACK, Stage3
 from ..measuring.baselines import DEEPSPEED, RING
 from .figures import FLOOR
 from .on_nvme import masters
@@ -102,7 +101,7 @@ def rewrite(engine: Any) -> None:
     optimizer.checkpoint_event_prologue()
     partitions = optimizer.fp16_partitioned_groups_flat
     for sub_group_id, master in enumerate(masters(optimizer)):
-        if is_swapped(optimizer, sub_group_id):
+        if Stage3(optimizer).is_swapped(sub_group_id):
             partitions[sub_group_id].data.copy_(master)
             optimizer._unflatten_partitioned_parameters(sub_group_id)
         else:
