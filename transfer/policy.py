@@ -14,8 +14,8 @@ from .accelerator_choice import AcceleratorChoice
 from .config_file import ConfigLike, resolve_config
 from .errors import MachineProfileWarning, warn_caller
 from .interface import HOST_WAITS
-from .measured.cost_model import choose
-from .measured.profile import MachineProfile
+from .measured import MachineProfile, fastest
+from .measured.estimate import CANDIDATES
 from .nvme import SwappedTensor
 from .registry import MEASURED, get_strategy
 from .strategies import PinnedDirectConfig
@@ -67,7 +67,7 @@ class TransferPolicy:
         self._direct = cast(PinnedDirectConfig, self.config.section("pinned_direct"))
         self._profile = MachineProfile.load() if self.config.strategy == MEASURED else None
         self._profile_checked = self.config.strategy != MEASURED
-        self._candidates = {name: self.config.section(name) for name in ("pinned_direct", "pinned_staged", "pageable")}
+        self._candidates = {name: self.config.section(name) for name in CANDIDATES}
 
     def select(self, destination: Tensor, source: Tensor | SwappedTensor) -> Decision:
         """The strategy for one copy. Takes about ten microseconds and does not block.
@@ -108,9 +108,8 @@ class TransferPolicy:
         if obstacle is not None:
             return Decision("pageable", obstacle)
         profile = self._profile_of(accelerator)
-        if profile is None:
-            return self._default(accelerator, source, pinned)
-        return self._measured(profile, accelerator, destination, source, pinned)
+        measured = self._measured(profile, accelerator, destination, source, pinned) if profile is not None else None
+        return measured or self._default(accelerator, source, pinned)
 
     def _swapped(self, destination: Tensor, source: SwappedTensor) -> Decision:
         """For values in a file: a strategy that was asked for and reads files, or ``nvme_swapped``."""
@@ -143,20 +142,13 @@ class TransferPolicy:
 
     def _measured(
         self, profile: MachineProfile, accelerator: Accelerator, destination: Tensor, source: Tensor, pinned: bool
-    ) -> Decision:
+    ) -> Decision | None:
         candidates = self._candidates
         if not source.is_contiguous() or not (pinned or self._why_not_page_lock(accelerator, source) is None):
             candidates = {name: config for name, config in candidates.items() if name != "pinned_direct"}
-        choice = choose(
-            profile,
-            candidates,
-            source.numel(),
-            source.dtype,
-            destination.dtype,
-            deferred=self.config.completion == "deferred" and not HOST_WAITS.get(),
-            source_pinned=pinned,
-        )
-        return Decision(choice.strategy, choice.reason)
+        waits = self.config.completion != "deferred" or HOST_WAITS.get()
+        choice = fastest(profile, candidates, source.numel(), source.dtype, destination.dtype, waits=waits)
+        return None if choice is None else Decision(*choice)
 
     def _profile_of(self, accelerator: Accelerator) -> MachineProfile | None:
         """The profile if it is this machine's; says once if it is not."""

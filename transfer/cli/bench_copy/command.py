@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..measuring.options import add_common_options, choices, run_worker
+from ..measuring.options import add_common_options, add_strategies_option, choices, run_worker
 from ..measuring.quantities import count, dtype_name
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 _EPILOG = """\
 `h2d bench zero3` measures whole optimizer steps of ZeRO-3; `h2d bench zero3 --help` lists its options.
-Exit status: 0; 1 where a scheme left wrong bits or the work failed; 2 where the arguments are wrong.
+Exit status: 0; 1 where a variant left wrong bits or the work failed; 2 where the arguments are wrong.
 """
 
 
@@ -70,9 +70,9 @@ def main(arguments: Sequence[str]) -> int:
 
 def _sources(parser: argparse.ArgumentParser, options: argparse.Namespace) -> tuple[list[str], list[str]]:
     """The strategies that copy from memory, and those that copy from files."""
-    from .variants import VARIANTS, reads_files, with_variants
+    from .variants import NVME_VARIANTS, reads_files, with_variants
 
-    strategies = choices(parser, options, also=VARIANTS)
+    strategies = choices(parser, options, also=NVME_VARIANTS)
     in_files = [name for name in strategies if reads_files(name)]
     if options.nvme is None and options.strategies is not None and in_files:
         parser.error(f"argument --strategies: {in_files[0]} copies values from files: say where with --nvme DIR")
@@ -81,7 +81,7 @@ def _sources(parser: argparse.ArgumentParser, options: argparse.Namespace) -> tu
 
 
 def _report(options: argparse.Namespace, measured: dict[str, Any]) -> dict[str, Any]:
-    from .figures import with_figures
+    from .report import with_figures
 
     return {
         "schema_version": SCHEMA_VERSION,
@@ -105,6 +105,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_common_options(parser)
+    add_strategies_option(parser)
     sizes = [2**20, 2**24, 2**28]
     parser.add_argument(
         "--elements",
@@ -122,7 +123,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="DTYPE",
         help="of the destination: bfloat16 (default), float16, float32; several",
     )
-    parser.add_argument("--rounds", type=count, default=7, metavar="N", help="measurements of each scheme (default 7)")
+    parser.add_argument("--rounds", type=count, default=7, metavar="N", help="measurements of each variant (default 7)")
     parser.add_argument(
         "--nvme",
         metavar="DIR",

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...errors import StrategyUnavailableError
-from ..measuring.options import add_common_options, choices, run_worker
+from ..measuring.options import add_common_options, add_strategies_option, choices, fail, run_worker
 from ..measuring.quantities import count
 from ..measuring.ranks import usable_cores
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 _MOST_THREADS = 12  # more do not make DeepSpeed's CPU Adam faster
 
@@ -51,8 +51,7 @@ def main(arguments: Sequence[str]) -> int:
             try:
                 given["nvme"], nvme = _swap_files(options, cleaning)
             except (StrategyUnavailableError, OSError) as error:
-                print(f"h2d bench: {error}", file=sys.stderr)
-                return 1
+                return fail(options, error)
         # In processes of its own even for one rank: DeepSpeed's accelerator and process group are the process's.
         measured = run_worker(
             "transfer.cli.bench_zero3.worker:measure", given, options, spawn=True, process_group=False
@@ -70,7 +69,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _strategies(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[str]:
-    """The strategies to measure; those that read files only where somebody asks, to be told why not."""
+    """The strategies to measure; those that read files only where they are asked for, to say why not."""
     from ...registry import get_strategy
 
     if options.nvme_pipeline and options.nvme is None:
@@ -80,7 +79,7 @@ def _strategies(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
 
 
 def _swap_files(options: argparse.Namespace, cleaning: contextlib.ExitStack) -> tuple[str, dict[str, Any]]:
-    """A new directory for DeepSpeed's swap files, which goes with all that is in it, and what is told of it.
+    """A new directory for DeepSpeed's swap files, which goes with all that is in it, and its description.
 
     Raises:
         StrategyUnavailableError: DeepSpeed's aio op is not there.
@@ -103,19 +102,19 @@ def _swap_files(options: argparse.Namespace, cleaning: contextlib.ExitStack) -> 
 
 def _report(ranks: int, given: dict[str, Any], nvme: dict[str, Any] | None, measured: dict[str, Any]) -> dict[str, Any]:
     from ..measuring.statistics import slowest
-    from .figures import with_figures
+    from .report import with_figures
 
     lock_seconds = slowest(measured["page_lock"]["seconds_by_rank"])
     gib = measured["engine"]["source_bytes"] / 2**30
     per_gib = statistics.median(lock_seconds) / gib if lock_seconds else None
-    not_told = ("accelerator", "config", "strategies", "nvme", "nvme_pipeline")
-    told = {key: value for key, value in given.items() if key not in not_told}
+    not_reported = ("accelerator", "config", "strategies", "nvme", "nvme_pipeline")
+    reported = {key: value for key, value in given.items() if key not in not_reported}
     return {
         "schema_version": SCHEMA_VERSION,
         "command": "bench zero3",
         "hardware": measured["hardware"],
         "ranks": ranks,
-        **told,
+        **reported,
         "nvme": nvme,
         "engine": measured["engine"],
         "page_lock": {**measured["page_lock"], "seconds": lock_seconds, "seconds_per_gib": per_gib},
@@ -145,14 +144,15 @@ def _parser() -> argparse.ArgumentParser:
         prog="h2d bench zero3",
         description="Trains a transformer on random tokens under ZeRO-3 with its optimizer on the host, and measures "
         "optimizer steps and whole iterations with every copy-back, step by step in turn.",
-        epilog="Exit status: 0; 1 where a scheme left wrong bits or the work failed; 2 where the arguments are wrong.",
+        epilog="Exit status: 0; 1 where a variant left wrong bits or the work failed; 2 where the arguments are wrong.",
     )
     add_common_options(parser)
+    add_strategies_option(parser)
     parser.add_argument("--parameters", type=count, metavar="N", help="of the model, about (default 1e9)")
     parser.add_argument("--layers", type=count, metavar="N", help="instead of --parameters, with --hidden")
     parser.add_argument("--hidden", type=count, metavar="N", help="width of each layer, a multiple of 64")
     parser.add_argument("--sub-groups", type=count, default=4, metavar="N", help="on each rank, at most (default 4)")
-    parser.add_argument("--steps", type=count, default=12, metavar="N", help="of each scheme (default 12)")
+    parser.add_argument("--steps", type=count, default=12, metavar="N", help="of each variant (default 12)")
     parser.add_argument("--limit", type=count, metavar="SECONDS", help="make no more steps of each than fit in so long")
     parser.add_argument("--batch", type=count, default=1, metavar="N", help="sequences on each rank (default 1)")
     parser.add_argument("--sequence", type=count, default=512, metavar="N", help="tokens in each (default 512)")
