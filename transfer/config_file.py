@@ -8,7 +8,7 @@ from typing import Any
 
 from .config import TransferConfig
 from .errors import ConfigError, ConfigProblem
-from .schema.problems import Location, dotted, shown, validated
+from .schema.problems import Location, dotted, format_value, validated
 from .schema.yaml_file import read_yaml
 
 #: The key of a YAML file under which everything stands.
@@ -37,13 +37,13 @@ def load_config(path: str | os.PathLike[str]) -> TransferConfig:
     if content is None:
         return TransferConfig()
     if not isinstance(content, dict):
-        message = f"expected one top-level key, {ROOT!r}, found {shown(content)}"
+        message = f"expected one top-level key, {ROOT!r}, found {format_value(content)}"
         raise ConfigError([ConfigProblem("", message, file, 1)])
     merged = lines.get(("<<",))  # the place of keys that come from elsewhere
     problems = [ConfigProblem(key, _misplaced(key), file, lines.get((key,), merged)) for key in content if key != ROOT]
     section = content.get(ROOT)
     if section is not None and not isinstance(section, dict):
-        message = f"found {shown(section)}: expected a mapping"
+        message = f"found {format_value(section)}: expected a mapping"
         problems.append(ConfigProblem(ROOT, message, file, lines.get((ROOT,))))
     if problems:
         raise ConfigError(problems)
@@ -75,7 +75,7 @@ def resolve_config(config: ConfigLike | None, origin: str = "") -> TransferConfi
         return _validate(dict(config), origin, None, {})
     if isinstance(config, str | os.PathLike):
         return load_config(config)
-    raise ConfigError(f"expected a TransferConfig, a mapping or the path of a YAML file, found {shown(config)}")
+    raise ConfigError(f"expected a TransferConfig, a mapping or the path of a YAML file, found {format_value(config)}")
 
 
 def _validate(content: dict[Any, Any], prefix: str, file: str | None, lines: dict[Location, int]) -> TransferConfig:

@@ -14,8 +14,8 @@ from .accelerator_choice import AcceleratorChoice
 from .config_file import ConfigLike, resolve_config
 from .errors import MachineProfileWarning, warn_caller
 from .interface import HostToDeviceTransfer
-from .measured.cost_model import choose
-from .measured.profile import MachineProfile
+from .measured import MachineProfile, fastest
+from .measured.estimate import CANDIDATES
 from .nvme import SwappedTensor
 from .registry import MEASURED, get_strategy
 from .strategies.pinned_direct import NOT_PAGE_LOCKED
@@ -26,8 +26,6 @@ NVME_SWAPPED = "nvme_swapped"
 SMALL_BYTES = 2**20
 #: The same for a source that is page-locked already, where nothing is staged.
 SMALL_PAGE_LOCKED_BYTES = 2**16
-#: What tensors are copied by where nothing else is asked for, the fastest first.
-ROWS = ("pinned_direct", "pinned_staged", "pageable")
 
 
 @dataclass(frozen=True)
@@ -195,10 +193,11 @@ class TransferPolicy:
         if isinstance(source, SwappedTensor):
             return Decision(NVME_SWAPPED, "The values are in a file, and are copied on while it is read.")
         profile = self._profile_of(accelerator)
-        if profile is not None:
-            return self._measured(profile, destination, source, waits, without)
+        measured = None if profile is None else self._measured(profile, destination, source, waits, without)
+        if measured is not None:
+            return measured
         reason = "The source is page-locked, so the device reads and casts it itself."
-        for name in ROWS:
+        for name in CANDIDATES:
             obstacle = self._why_not(name, accelerator, destination, source)
             if obstacle is None and name in without:
                 obstacle = f"The system refuses what `{name}` needs."
@@ -222,21 +221,20 @@ class TransferPolicy:
 
     def _measured(
         self, profile: MachineProfile, destination: Tensor, source: Tensor, waits: bool, without: Collection[str]
-    ) -> Decision:
-        """The fastest of the strategies that can make the copy."""
+    ) -> Decision | None:
+        """The fastest of the strategies that can make the copy; None where the profile knows nothing of such copies."""
         able = [
-            name for name in ROWS if name not in without and self.strategy(name).why_not(destination, source) is None
+            name for name in CANDIDATES if name not in without and not self.strategy(name).why_not(destination, source)
         ]
-        choice = choose(
+        choice = fastest(
             profile,
             {name: self.config.section(name) for name in able},
             source.numel(),
             source.dtype,
             destination.dtype,
-            deferred=self.config.completion == "deferred" and not waits,
-            source_pinned="pinned_direct" in able,
+            waits=waits or self.config.completion != "deferred",
         )
-        return Decision(choice.strategy, choice.reason)
+        return None if choice is None else Decision(*choice)
 
     def _profile_of(self, accelerator: Accelerator) -> MachineProfile | None:
         """The profile if it is this machine's; says once if it is not."""

@@ -12,13 +12,13 @@ from tests.cli import strategies
 from tests.running import run_python
 from transfer import register_strategy, unregister_strategy
 from transfer.cli.bench_copy import command as bench
-from transfer.cli.bench_copy.figures import with_figures
+from transfer.cli.bench_copy.report import with_figures
 from transfer.cli.measuring import bits
 from transfer.cli.measuring.baselines import DeepSpeedCopy
-from transfer.cli.measuring.quantities import count, dtype_name, shown
+from transfer.cli.measuring.quantities import count, dtype_name, format_count
 
 SMALL = ("--accelerator", "simulated", "--elements", "5000", "--rounds", "2")
-BASELINES = ["wire", "deepspeed", "ring 2 x 2^26", "pinned master", "pinned twin"]
+BASELINES = ["link", "deepspeed", "ring 2 x 2^26", "pinned master", "pinned low-precision copy"]
 
 
 @pytest.fixture
@@ -43,13 +43,13 @@ def report_of(capsys, *arguments):
 def test_every_strategy_and_baseline_is_measured(capsys):
     status, report = report_of(capsys, *SMALL, "--elements", "3000", "2^12", "--dtypes", "bf16", "float16")
     assert status == 0
-    assert report["schema_version"] == 1
+    assert report["schema_version"] == 2
     assert report["not_run"] == []
     assert {(one["dtype"], one["elements"]) for one in report["measurements"]} == {
         (dtype, elements) for dtype in ("bfloat16", "float16") for elements in (3000, 4096)
     }
     first = [one for one in report["measurements"] if (one["dtype"], one["elements"]) == ("float16", 4096)]
-    names = [one["scheme"] for one in first]
+    names = [one["variant"] for one in first]
     assert names[:5] == BASELINES
     assert {"pageable", "pinned_staged"} <= set(names[5:])
     for one in first:
@@ -58,10 +58,10 @@ def test_every_strategy_and_baseline_is_measured(capsys):
         assert one["seconds"] == one["seconds_by_rank"][0]
         assert min(one["seconds"]) > 0
         assert one["destination_bytes"] == 8192
-    extra = {one["scheme"]: (one["pinned_bytes"], one["device_bytes"]) for one in first}
-    assert extra["wire"] == (8192, 0)
+    extra = {one["variant"]: (one["pinned_bytes"], one["device_bytes"]) for one in first}
+    assert extra["link"] == (8192, 0)
     assert extra["pinned master"] == (16384, 16384)
-    assert extra["pinned twin"] == (8192, 0)
+    assert extra["pinned low-precision copy"] == (8192, 0)
     assert extra["ring 2 x 2^26"] == (2 * 2**26 * 2, 0)
     assert extra["deepspeed"] == (0, 0)
     assert get_accelerator("simulated").pinned_bytes == 0
@@ -80,11 +80,13 @@ def test_json_is_all_that_is_printed():
     done = run_python("-m", "transfer.cli", "bench", *SMALL, "--json", "--strategies", "pageable")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["command"] == "bench"
-    assert "\x1b" not in done.stderr, "a progress bar where nobody watches"
+    assert "\x1b" not in done.stderr, "a progress bar without a terminal"
 
 
-def test_two_ranks_copy_at_once():
-    done = run_python("-m", "transfer.cli", "bench", *SMALL, "--json", "--ranks", "2", "--strategies", "pageable")
+@pytest.mark.slow
+def test_two_ranks_copy_at_once_and_each_has_its_own_file(tmp_path):
+    arguments = (*SMALL, "--json", "--ranks", "2", "--strategies", "nvme_swapped", "--nvme", str(tmp_path))
+    done = run_python("-m", "transfer.cli", "bench", *arguments, timeout=250)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["ranks"] == 2
@@ -92,6 +94,8 @@ def test_two_ranks_copy_at_once():
         first, second = one["seconds_by_rank"]
         assert first != second
         assert one["seconds"] == [max(pair) for pair in zip(first, second, strict=True)]
+    assert "nvme_swapped" in {one["variant"] for one in report["measurements"]}
+    assert not list(tmp_path.rglob("*.swap"))
 
 
 @pytest.mark.parametrize("strategy", [strategies.WrongInOneBit, strategies.CopiesNothing, strategies.WrongAtLast])
@@ -99,7 +103,7 @@ def test_wrong_bits_are_seen_and_fail_the_command(capsys, registered, strategy):
     registered("spoilt", strategy)
     status, report = report_of(capsys, *SMALL)
     assert status == 1
-    assert {one["scheme"] for one in report["measurements"] if not one["right_bits"]} == {"spoilt"}
+    assert {one["variant"] for one in report["measurements"] if not one["right_bits"]} == {"spoilt"}
     assert bench.main([*SMALL, "--strategies", "spoilt"]) == 1
     out = capsys.readouterr().out
     assert out.count("WRONG") == 1
@@ -111,13 +115,13 @@ def test_what_cannot_run_is_listed_with_its_reason(capsys, registered):
     status, report = report_of(capsys, *SMALL)
     assert status == 0
     assert report["not_run"] == [
-        {"elements": 5000, "dtype": "bfloat16", "scheme": "refusing", "reason": "not on this machine"}
+        {"elements": 5000, "dtype": "bfloat16", "variant": "refusing", "reason": "not on this machine"}
     ]
     bench.main([*SMALL, "--strategies", "refusing"])
     assert "not run: refusing: not on this machine" in capsys.readouterr().out
 
 
-def test_a_source_is_page_locked_for_its_own_scheme_alone(capsys, registered, monkeypatch):
+def test_a_source_is_page_locked_for_its_own_variant_alone(capsys, registered, monkeypatch):
     registered("locking", strategies.PageLocks)
     simulated = get_accelerator("simulated")
     pinned_sources = {}
@@ -132,47 +136,51 @@ def test_a_source_is_page_locked_for_its_own_scheme_alone(capsys, registered, mo
     status, report = report_of(capsys, *SMALL)
     assert status == 0
     assert pinned_sources == {"PageLocks": {True}, "DeepSpeedCopy": {False}}
-    (locking,) = [one for one in report["measurements"] if one["scheme"] == "locking"]
+    (locking,) = [one for one in report["measurements"] if one["variant"] == "locking"]
     assert locking["page_locked_bytes"] == 20000
     seconds = locking["page_lock_seconds"]
     assert locking["figures"]["page_lock_seconds_per_gib"] == pytest.approx(seconds * 2**30 / 20000)
     page_lock = ("locking", "pinned_direct")
-    assert all((one["page_lock_seconds"] is None) == (one["scheme"] not in page_lock) for one in report["measurements"])
+    assert all(
+        (one["page_lock_seconds"] is None) == (one["variant"] not in page_lock) for one in report["measurements"]
+    )
     assert simulated.pinned_bytes == 0
     bench.main([*SMALL, "--strategies", "locking"])
-    assert "locking: page-locking its source took" in capsys.readouterr().out
+    memory = capsys.readouterr().out.partition("\nmemory\n")[2]
+    row = next(line for line in memory.splitlines() if line.startswith("locking"))
+    assert float(row.split()[3]) > 0
 
 
 def test_an_accelerator_that_pins_nothing_has_a_sensible_table(capsys):
     arguments = ("--accelerator", "cpu", "--elements", "5000", "--rounds", "1")
     status, report = report_of(capsys, *arguments)
     assert status == 0
-    assert {"deepspeed", "pageable"} <= {one["scheme"] for one in report["measurements"]}
-    reasons = {entry["scheme"]: entry["reason"] for entry in report["not_run"]}
-    assert {"wire", "pinned master", "pinned twin", "ring 2 x 2^26", "pinned_staged"} <= set(reasons)
-    assert "no device to pin it for" in reasons["wire"]
+    assert {"deepspeed", "pageable"} <= {one["variant"] for one in report["measurements"]}
+    reasons = {entry["variant"]: entry["reason"] for entry in report["not_run"]}
+    assert {"link", "pinned master", "pinned low-precision copy", "ring 2 x 2^26", "pinned_staged"} <= set(reasons)
+    assert "no device to pin it for" in reasons["link"]
     for one in report["measurements"]:
-        assert one["figures"]["share_of_wire"] is None
+        assert one["figures"]["share_of_link"] is None
         assert one["figures"]["times_deepspeed"] > 0
     assert bench.main(arguments) == 0
-    assert "not run: wire:" in capsys.readouterr().out
+    assert "not run: link:" in capsys.readouterr().out
 
 
 def test_refused_pinning_is_a_reason_and_not_a_crash(capsys, monkeypatch):
     monkeypatch.setattr(get_accelerator("simulated"), "pin_limit_bytes", 12000)
     status, report = report_of(capsys, *SMALL)
     assert status == 0
-    # 10,000 bytes for the wire are allowed; with them nothing else is.
-    assert "wire" in {one["scheme"] for one in report["measurements"]}
-    reasons = {entry["scheme"]: entry["reason"] for entry in report["not_run"]}
-    assert set(reasons) >= {"ring 2 x 2^26", "pinned master", "pinned twin", "pinned_staged"}
+    # 10,000 bytes for the link are allowed; with them nothing else is.
+    assert "link" in {one["variant"] for one in report["measurements"]}
+    reasons = {entry["variant"]: entry["reason"] for entry in report["not_run"]}
+    assert set(reasons) >= {"ring 2 x 2^26", "pinned master", "pinned low-precision copy", "pinned_staged"}
     assert "Pinning 20000 bytes for the whole partition failed" in reasons["pinned master"]
 
 
 def test_figures_are_those_of_the_raw_seconds():
-    def measured(scheme, *seconds_by_rank, page_lock_seconds=None):
+    def measured(variant, *seconds_by_rank, page_lock_seconds=None):
         return {
-            "scheme": scheme,
+            "variant": variant,
             "dtype": "bfloat16",
             "elements": 10**9,
             "destination_bytes": 2 * 10**9,
@@ -182,9 +190,9 @@ def test_figures_are_those_of_the_raw_seconds():
             "seconds_by_rank": seconds_by_rank,
         }
 
-    wire, deepspeed, fast = with_figures(
+    link, deepspeed, fast = with_figures(
         [
-            measured("wire", [1.0, 1.0, 1.0], [1.0, 0.5, 1.0]),
+            measured("link", [1.0, 1.0, 1.0], [1.0, 0.5, 1.0]),
             measured("deepspeed", [8.0, 9.0, 20.0], [7.0, 10.0, 20.0]),
             measured("fast", [2.0, 5.0, 4.0], [1.0, 4.0, 2.0], page_lock_seconds=0.2),
         ]
@@ -195,12 +203,12 @@ def test_figures_are_those_of_the_raw_seconds():
         "median_seconds": 4.0,
         "spread_percent": pytest.approx(37.5),  # quartiles 3.0 and 4.5
         "gigabytes_per_second": 0.5,
-        "share_of_wire": 0.25,  # of 1/2, 1/5 and 1/4
+        "share_of_link": 0.25,  # of 1/2, 1/5 and 1/4
         "times_deepspeed": 4.0,  # of 4, 2 and 5
         "page_lock_seconds_per_gib": pytest.approx(0.05),
     }
-    assert wire["figures"]["share_of_wire"] == 1
-    assert wire["figures"]["times_deepspeed"] == 10
+    assert link["figures"]["share_of_link"] == 1
+    assert link["figures"]["times_deepspeed"] == 10
     assert deepspeed["figures"]["page_lock_seconds_per_gib"] is None
 
 
@@ -248,7 +256,7 @@ def test_a_configuration_gives_strategies_their_sections(capsys, tmp_path):
     path = tmp_path / "transfer.yaml"
     path.write_text("transfer: {pinned_staged: {chunk_elements: 1000, buffers: 3}}")
     _, report = report_of(capsys, *SMALL, "--strategies", "pinned_staged", "--config", str(path))
-    assert [one["pinned_bytes"] for one in report["measurements"] if one["scheme"] == "pinned_staged"] == [6000]
+    assert [one["pinned_bytes"] for one in report["measurements"] if one["variant"] == "pinned_staged"] == [6000]
 
 
 def test_an_accelerator_that_is_not_here_is_one_sentence(capsys, monkeypatch):
@@ -264,7 +272,12 @@ def test_numbers_as_people_write_them():
     for text in ("0", "-1", "1.5", "2^-1", "2^2^2", "many", "", "nan", "inf", "10^99", "2^63"):
         with pytest.raises(argparse.ArgumentTypeError):
             count(text)
-    assert [shown(number) for number in (1000, 2**9, 2**28, 2**28 + 1)] == ["1,000", "512", "2^28", "268,435,457"]
+    assert [format_count(number) for number in (1000, 2**9, 2**28, 2**28 + 1)] == [
+        "1,000",
+        "512",
+        "2^28",
+        "268,435,457",
+    ]
     assert dtype_name("fp16") == "float16"
 
 

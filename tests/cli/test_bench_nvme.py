@@ -10,21 +10,12 @@ import torch
 
 from accelerators import deepspeed_aio, get_accelerator
 from tests.cli import strategies
-from tests.running import run_python
 from transfer import NvmeSwappedConfig, StrategyUnavailableError, register_strategy, unregister_strategy
-from transfer.cli.bench_copy import (
-    command as bench,
-)
-from transfer.cli.bench_copy import (
-    file_baselines as nvme_baselines,
-)
-from transfer.cli.bench_copy import (
-    report as copy_report,
-)
-from transfer.cli.bench_copy import (
-    variants as copy_schemes,
-)
-from transfer.cli.bench_copy.figures import with_figures
+from transfer.cli.bench_copy import command as bench
+from transfer.cli.bench_copy import file_baselines as nvme_baselines
+from transfer.cli.bench_copy import report as copy_report
+from transfer.cli.bench_copy import variants as copy_variants
+from transfer.cli.bench_copy.report import with_figures
 from transfer.cli.measuring.baselines import RING
 from transfer.nvme import open_file, swap_out
 from transfer.nvme.mounts import file_system, is_local
@@ -40,7 +31,7 @@ AIO_ROWS = [
     "raw read, DeepSpeed aio",
     "DeepSpeed from NVMe",
     "DeepSpeed swap buffer",
-    "pinned_direct from the swap buffer",
+    "swap buffer, pinned_direct",
 ]
 needs_aio = pytest.mark.skipif(
     "H2D_TEST_AIO" not in os.environ, reason="DeepSpeed's aio op takes minutes to build; H2D_TEST_AIO=1 asks for it."
@@ -50,12 +41,12 @@ needs_aio = pytest.mark.skipif(
 @pytest.fixture(autouse=True)
 def no_large_ring(monkeypatch):
     """The ring as first proposed fills 256 MiB for each size, which test_bench.py does often enough."""
-    make = copy_schemes.make_baselines
+    make = copy_variants.make_baselines
 
     def without_ring(*given):
         return {name: baseline for name, baseline in make(*given).items() if name != RING}
 
-    monkeypatch.setattr(copy_schemes, "make_baselines", without_ring)
+    monkeypatch.setattr(copy_variants, "make_baselines", without_ring)
 
 
 @pytest.fixture
@@ -74,12 +65,12 @@ def test_a_file_is_read_in_every_way(capsys, tmp_path, no_aio):
     assert report["nvme"] == {
         "file_system": file_system(tmp_path),
         "threads": 12,
-        "block_bytes": NvmeSwappedConfig().request_bytes,
+        "request_bytes": NvmeSwappedConfig().request_bytes,
     }
     for elements in (5000, 2**16):
-        rows = {one["scheme"]: one for one in report["measurements"] if one["elements"] == elements}
+        rows = {one["variant"]: one for one in report["measurements"] if one["elements"] == elements}
         assert [name for name, one in rows.items() if one["from_file"]] == FILE_ROWS
-        assert {"wire", "deepspeed", "pageable", "pinned_direct"} <= set(rows)
+        assert {"link", "deepspeed", "pageable", "pinned_direct"} <= set(rows)
         for name, one in rows.items():
             assert one["right_bits"] is (None if name.startswith("raw read") else True)
             assert len(one["seconds"]) == 2
@@ -87,7 +78,7 @@ def test_a_file_is_read_in_every_way(capsys, tmp_path, no_aio):
         assert rows["nvme_swapped"]["source_bytes"] == 4 * elements
         assert rows["raw read, 12 threads"]["figures"]["share_of_raw_read"] == 1
         assert rows["nvme_swapped"]["figures"]["times_deepspeed_from_nvme"] is None
-    refused = {(entry["scheme"], entry["reason"]) for entry in report["not_run"] if entry["elements"] == 5000}
+    refused = {(entry["variant"], entry["reason"]) for entry in report["not_run"] if entry["elements"] == 5000}
     assert {name for name, _ in refused} == set(AIO_ROWS)
     assert all("The op is on holiday." in reason for _, reason in refused)
     assert not list(tmp_path.rglob("*.swap"))
@@ -100,8 +91,11 @@ def test_it_says_what_was_measured_on(capsys, tmp_path, no_aio):
     assert f"Files on {file_system(tmp_path)}" in out
     assert "raw read, 12 threads" in out
     assert "not run: DeepSpeed from NVMe: The op is on holiday." in out
-    nvme = {"file_system": "tmpfs", "threads": 8, "block_bytes": 2**21}
-    assert "which is memory: no drive is measured" in copy_report._files_line(nvme)
+    tables = out[out.index("5,000 elements") : out.index("not run")]
+    assert max(map(len, tables.splitlines())) <= 80
+    assert tables.count("nvme_swapped, cast on the host") == 3
+    nvme = {"file_system": "tmpfs", "threads": 8, "request_bytes": 2**21}
+    assert "which is memory: no drive" in copy_report.files_line(nvme)
 
 
 @needs_aio
@@ -114,7 +108,7 @@ def test_deepspeeds_own_ways_with_a_file(capsys, tmp_path, threads):
     )
     assert status == 0
     assert report["not_run"] == []
-    rows = {one["scheme"]: one for one in report["measurements"] if one["elements"] == 300_001}
+    rows = {one["variant"]: one for one in report["measurements"] if one["elements"] == 300_001}
     assert set(AIO_ROWS) <= set(rows)
     for name in AIO_ROWS[1:]:
         assert rows[name]["right_bits"] is True
@@ -139,7 +133,7 @@ def test_memory_that_may_not_be_locked_is_a_reason_and_not_an_abort(capsys, tmp_
     monkeypatch.setattr(deepspeed_aio, "unavailable_reason", lambda: None)
     monkeypatch.setattr(deepspeed_aio, "may_lock_bytes", lambda _num_bytes: False)
     _, report = report_of(capsys, *SMALL, "--nvme", str(tmp_path), "--strategies")
-    assert {entry["scheme"] for entry in report["not_run"]} == set(AIO_ROWS)
+    assert {entry["variant"] for entry in report["not_run"]} == set(AIO_ROWS)
     assert {entry["reason"] for entry in report["not_run"]} == {
         "This process may not lock 20480 bytes of memory (`ulimit -l`)."
     }
@@ -174,7 +168,7 @@ def test_the_raw_read_reads_the_file(simulated, tmp_path):
 def test_strategies_restrict_the_rows(capsys, tmp_path, no_aio):
     def rows(*names):
         _, report = report_of(capsys, *SMALL, "--nvme", str(tmp_path), "--strategies", *names)
-        return [one["scheme"] for one in report["measurements"] if one["kind"] == "strategy"]
+        return [one["variant"] for one in report["measurements"] if one["kind"] == "strategy"]
 
     assert rows("nvme_swapped") == FILE_ROWS[1:]
     assert rows("nvme_swapped, no checksums") == ["nvme_swapped, no checksums"]
@@ -206,7 +200,7 @@ def test_wrong_bits_from_a_file_fail_the_command(capsys, tmp_path, no_aio):
     finally:
         unregister_strategy("spoilt")
     assert status == 1
-    assert [one["scheme"] for one in report["measurements"] if one["right_bits"] is False] == ["spoilt"]
+    assert [one["variant"] for one in report["measurements"] if one["right_bits"] is False] == ["spoilt"]
 
 
 @pytest.mark.parametrize("refuses", ["open", "preadv"])
@@ -223,7 +217,7 @@ def test_the_page_cache_is_never_measured(capsys, tmp_path, monkeypatch, no_aio,
     assert status == 1
     assert not [one for one in report["measurements"] if one["from_file"]]
     (entry,) = report["not_run"]
-    assert entry["scheme"] == "everything that reads files"
+    assert entry["variant"] == "everything that reads files"
     assert entry["reason"].startswith(f"The file system at {tmp_path} refuses O_DIRECT")
     assert not list(tmp_path.rglob("*.swap"))
 
@@ -231,24 +225,14 @@ def test_the_page_cache_is_never_measured(capsys, tmp_path, monkeypatch, no_aio,
 def test_a_directory_that_cannot_be_written_is_a_reason(capsys, no_aio):
     status, report = report_of(capsys, *SMALL, "--nvme", "/proc/nowhere")
     assert status == 1
-    assert [entry["scheme"] for entry in report["not_run"]] == ["everything that reads files"]
+    assert [entry["variant"] for entry in report["not_run"]] == ["everything that reads files"]
     assert "/proc/nowhere" in report["not_run"][0]["reason"]
 
 
-def test_each_rank_has_its_own_file(tmp_path):
-    arguments = (*SMALL, "--json", "--ranks", "2", "--strategies", "nvme_swapped", "--nvme", str(tmp_path))
-    done = run_python("-m", "transfer.cli", "bench", *arguments)
-    assert done.returncode == 0, done.stderr
-    rows = {one["scheme"]: one for one in json.loads(done.stdout)["measurements"]}
-    assert set(FILE_ROWS) <= set(rows)
-    assert len(rows["nvme_swapped"]["seconds_by_rank"]) == 2
-    assert not list(tmp_path.rglob("*.swap"))
-
-
 def test_ratios_are_against_the_faster_reader():
-    def measured(scheme, *seconds, from_file=True):
+    def measured(variant, *seconds, from_file=True):
         return {
-            "scheme": scheme,
+            "variant": variant,
             "dtype": "bfloat16",
             "elements": 10**9,
             "destination_bytes": 2 * 10**9,
@@ -260,7 +244,7 @@ def test_ratios_are_against_the_faster_reader():
 
     *_, ours = with_figures(
         [
-            measured("wire", 1.0, 1.0, 1.0, from_file=False),
+            measured("link", 1.0, 1.0, 1.0, from_file=False),
             measured("raw read, 8 threads", 1.0, 3.0, 3.0),
             measured("raw read, DeepSpeed aio", 2.0, 2.0, 2.0),
             measured("DeepSpeed from NVMe", 8.0, 12.0, 8.0),
@@ -282,17 +266,17 @@ def test_variants_change_what_their_names_say(simulated, tmp_path):
     from transfer.config import TransferConfig
 
     source = torch.randn(100)
-    names = list(copy_schemes.VARIANTS)
+    names = list(copy_variants.NVME_VARIANTS)
     swapped = swap_out(source, tmp_path)
-    schemes = copy_schemes.file_schemes(simulated, torch.bfloat16, source, swapped, TransferConfig(), names)
-    configs = {scheme.name: scheme.transfer.config for scheme in schemes if scheme.kind == "strategy"}
+    variants = copy_variants.file_variants(simulated, torch.bfloat16, source, swapped, TransferConfig(), names)
+    configs = {variant.name: variant.transfer.config for variant in variants if variant.kind == "strategy"}
     assert [(one.cast, one.checksums, one.reader) for one in configs.values()] == [
         ("device", True, "posix"),
         ("host", True, "posix"),
         ("device", False, "posix"),
     ]
-    for scheme in schemes:
-        scheme.transfer.close()
+    for variant in variants:
+        variant.transfer.close()
 
 
 def test_the_file_system_of_a_directory_is_the_deepest_mount(tmp_path):

@@ -7,27 +7,28 @@ import os
 import pytest
 import torch
 
-from transfer import SwapError, load_config
+from transfer import MachineProfile, SwapError, load_config
 from transfer.cli.measuring.ranks import Ranks
 from transfer.cli.tune import command as tune
 from transfer.cli.tune import drive as tune_drive
 from transfer.cli.tune import report as tune_report
-from transfer.cli.tune.drive import BLOCKS, THREADS, Bounds, best, measure_drive
-from transfer.measured.profile import Drive, MachineProfile
+from transfer.cli.tune.drive import REQUESTS, THREADS, Bounds, measure_drive
+from transfer.measured.profile import Drive
 from transfer.nvme.mounts import file_system
 
-TINY = ["--accelerator", "simulated", "--largest-chunk", "2048", "--quick"]
+TINY = ["--accelerator", "simulated", "--elements", "1000", "--quick"]
 SMALL = Bounds(file_bytes=2**16, cell_seconds=0.001)
-CELLS = [(block_bytes, threads) for block_bytes in BLOCKS for threads in THREADS]
+CELLS = [(request_bytes, threads) for request_bytes in REQUESTS for threads in THREADS]
 
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path, monkeypatch):
-    """No test writes the profile of whoever runs it, measures for long, or changes the threads of the next test."""
+    """No test writes the profile of the user who runs it, measures for long, or changes the threads of the next one."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("H2D_PROFILE", raising=False)
-    worker_options = tune._worker_options
-    monkeypatch.setattr(tune, "_worker_options", lambda given: {**worker_options(given), "drive_bounds": vars(SMALL)})
+    (tmp_path / "rings.yaml").write_text("transfer: {pinned_staged: {chunk_elements: 1000}}")
+    monkeypatch.setenv("H2D_CONFIG", str(tmp_path / "rings.yaml"))
+    monkeypatch.setattr("transfer.cli.tune.worker.Bounds", lambda **given: SMALL)
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
@@ -42,17 +43,16 @@ def test_every_combination_is_measured_and_kept(tmp_path, capsys):
     assert tune.main([*TINY, "--output", str(file), "--nvme", str(directory)]) == 0
     drive = MachineProfile.load(file).drive
     assert drive.file_system == file_system(directory)
-    for entries, fastest in ((drive.read, drive.best_read), (drive.write, drive.best_write)):
-        assert [(entry.block_bytes, entry.threads) for entry in entries] == CELLS
-        assert fastest in entries
+    assert [(one.request_bytes, one.threads) for one in drive.rates] == CELLS
+    assert {drive.best_read, drive.best_write} <= set(drive.rates)
     assert not files_in(directory)
     out = capsys.readouterr().out
-    assert f"GB/s of each rank, read / written on {drive.file_system}" in out
+    assert f"GB/s of each rank, read on {drive.file_system}" in out
     assert "Best read: " in out
     text = out[out.index("transfer:") : out.index("\nWritten to")]
     (tmp_path / "h2d.yaml").write_text(text)
     section = load_config(tmp_path / "h2d.yaml").section("nvme_swapped")
-    assert (section.threads, section.request_bytes) == (drive.best_read.threads, drive.best_read.block_bytes)
+    assert (section.threads, section.request_bytes) == (drive.best_read.threads, drive.best_read.request_bytes)
 
 
 def test_nothing_of_drives_without_being_asked(capsys, monkeypatch):
@@ -60,15 +60,6 @@ def test_nothing_of_drives_without_being_asked(capsys, monkeypatch):
     assert tune.main([*TINY, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["profile"]["drive"] is None
     assert "nvme_swapped" not in tune_report.config_yaml(MachineProfile.load())
-
-
-def test_a_profile_of_before_is_still_read(tmp_path):
-    file = tmp_path / "profile.yaml"
-    assert tune.main([*TINY, "--output", str(file)]) == 0
-    old = file.read_text().replace("  drive: null\n", "")
-    assert old != file.read_text()
-    file.write_text(old)
-    assert MachineProfile.load(file).drive is None
 
 
 def test_where_o_direct_is_refused_it_says_so(tmp_path, capsys, monkeypatch):
@@ -133,22 +124,32 @@ def test_bytes_and_time_are_bounded(tmp_path, monkeypatch):
     assert sum(moved) <= 2**23 * (1 + 2 * len(CELLS))
     moved.clear()
     measure_drive(str(tmp_path), Ranks(), Bounds(file_bytes=2**26, fill_seconds=0, cell_seconds=0))
-    # One block of each thread, where there is so much; the file is filled by four threads.
-    assert sum(moved) <= 4 * BLOCKS[-1] + 2 * sum(block_bytes * threads for block_bytes, threads in CELLS)
+    # One request of each thread, where there is so much; the file is filled by four threads.
+    assert sum(moved) <= 4 * REQUESTS[-1] + 2 * sum(request_bytes * threads for request_bytes, threads in CELLS)
 
 
 def test_the_slowest_rank_counts(tmp_path):
     class Two(Ranks):
+        rates = ()
+
         def gather(self, value):
-            return [value, [one / 2 for one in value] if isinstance(value, list) else value]
+            if not isinstance(value, list):
+                return [value]
+            self.rates = value
+            return [value, [one / 2 for one in value]]
 
-    drive = Drive.model_validate(measure_drive(str(tmp_path), Two(), SMALL))
-    assert len(drive.read) == len(CELLS)
+    two = Two()
+    drive = Drive.model_validate(measure_drive(str(tmp_path), two, SMALL))
+    assert [one.written_bytes_per_second for one in drive.rates] == [rate / 2 for rate in two.rates[: len(CELLS)]]
+    assert [one.read_bytes_per_second for one in drive.rates] == [rate / 2 for rate in two.rates[len(CELLS) :]]
 
 
-def test_more_threads_and_larger_blocks_only_where_they_pay():
-    def rate(block_bytes, threads, bytes_per_second):
-        return {"block_bytes": block_bytes, "threads": threads, "bytes_per_second": bytes_per_second}
+def test_more_threads_and_larger_requests_only_where_they_pay():
+    def best(*rates):
+        names = ("request_bytes", "threads", "read_bytes_per_second", "written_bytes_per_second")
+        rates = [dict(zip(names, rate, strict=True)) for rate in rates]
+        drive = Drive(file_system="xfs", direct=True, rates=rates)
+        return [(one.request_bytes, one.threads) for one in (drive.best_read, drive.best_write)]
 
-    assert best([rate(1, 1, 50), rate(2, 4, 99), rate(1, 4, 98.5), rate(1, 8, 100)]) == rate(1, 4, 98.5)
-    assert best([rate(1, 1, 50), rate(1, 8, 100)]) == rate(1, 8, 100)
+    assert best((1, 1, 50, 98), (2, 4, 99, 99), (1, 4, 98.5, 99), (1, 8, 100, 100)) == [(1, 4), (1, 1)]
+    assert best((1, 1, 50, 100), (1, 8, 100, 50)) == [(1, 8), (1, 1)]

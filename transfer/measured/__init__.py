@@ -1,1 +1,6 @@
-"""``strategy: measured``: a profile of this machine, and what it says of a copy."""
+"""``strategy: measured``: a profile of this machine, and which strategy it expects to be fastest."""
+
+from .estimate import Choice, fastest
+from .profile import MachineProfile
+
+__all__ = ["Choice", "MachineProfile", "fastest"]

@@ -1,4 +1,4 @@
-"""What `h2d tune` has measured of a machine, from which ``cost_model`` tells how long a copy takes."""
+"""What `h2d tune` has measured of a machine, from which ``estimate`` tells which strategy is fastest."""
 
 from __future__ import annotations
 
@@ -7,19 +7,21 @@ from itertools import pairwise
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BeforeValidator, Field, StrictBool, StrictStr, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, StrictBool, StrictInt, StrictStr
 
 from accelerators import Accelerator
 from accelerators.hardware import cores, cpu_model, device_name
 
 from ..memory.host_budget import local_ranks
-from ..schema.fields import refuse
+from ..schema.fields import DtypeName, refuse
 from ..schema.model import ConfigModel
 from .profile_file import load_profile, save_profile
 
 #: Raised whenever a file written before could be misread.
-FORMAT_VERSION: Literal[1] = 1
+FORMAT_VERSION: Literal[2] = 2
 
+#: What costs more memory or threads must gain this much.
+WORTH_MORE = 0.02
 #: Speeds are shared out among ranks and grow with threads: beyond this factor they are others.
 _SAME_WITHIN = 1.5
 
@@ -46,6 +48,19 @@ def _date(value: Any) -> str:
     if not isinstance(text, str):
         raise refuse("expected a date such as 2026-11-30")
     return text
+
+
+def _some(entries: tuple[Any, ...]) -> tuple[Any, ...]:
+    if not entries:
+        raise refuse("expected at least one")
+    return entries
+
+
+def _rising(entries: tuple[Any, ...]) -> tuple[Any, ...]:
+    sizes = [entry.elements for entry in entries]
+    if any(larger <= smaller for smaller, larger in pairwise(sizes)):
+        raise refuse(f"the sizes must rise, and they are {sizes}")
+    return _some(entries)
 
 
 Positive = Annotated[float, BeforeValidator(_positive)]
@@ -76,41 +91,74 @@ class Circumstances(ConfigModel):
         torch_version: torch's.
         ranks: Processes that measured at the same time, each on a device of its own.
         threads_per_rank: Host threads of each.
+        source_dtype: On the host.
+        destination_dtype: On the device.
     """
 
     date: Annotated[str, BeforeValidator(_date)]
     torch_version: StrictStr
     ranks: Count
     threads_per_rank: Count
+    source_dtype: DtypeName = torch.float32
+    destination_dtype: DtypeName = torch.bfloat16
 
 
-class WireTime(ConfigModel):
-    """Seconds for each of many page-locked chunks of ``chunk_bytes`` in flight back to back."""
+class CopyTime(ConfigModel):
+    """Copies of one size: the median of several rounds, in each of which the slowest rank counts.
 
-    chunk_bytes: Count
-    seconds: Positive
+    Attributes:
+        elements: Of the copy.
+        copy_seconds: Of ``copy``, at whose end the values are there.
+        submit_seconds: Of ``submit``, for which the host is held.
+        total_seconds: From ``submit`` until the values are there.
+    """
+
+    elements: Count
+    copy_seconds: Positive
+    submit_seconds: Positive
+    total_seconds: Positive
 
 
-class CastRate(ConfigModel):
-    """How fast the host casts fp32 to bf16 into one page-locked buffer of ``chunk_elements``, used over and over."""
+class StrategyTimes(ConfigModel):
+    """One strategy as it was configured.
 
-    chunk_elements: Count
-    elements_per_second: Positive
+    Attributes:
+        strategy: Its registered name.
+        settings: Those of its configuration on which its speed depends: ``chunk_elements``, ``buffers``, ``mapped``.
+        times: By rising ``elements``.
+    """
+
+    strategy: StrictStr
+    settings: dict[StrictStr, StrictBool | StrictInt] = Field(default_factory=dict)
+    times: Annotated[tuple[CopyTime, ...], AfterValidator(_rising)]
 
 
-class PageableTime(ConfigModel):
-    """Seconds for one blocking copy of fp32 from pageable memory into bf16 on the device."""
+class UpdateTime(ConfigModel):
+    """Seconds in which the optimizer updates ``elements`` on the host in one call."""
 
     elements: Count
     seconds: Positive
 
 
-class DriveRate(ConfigModel):
-    """How fast ``threads`` read, or write, a file in blocks of ``block_bytes``."""
+class Optimizer(ConfigModel):
+    """The optimizer on the host. A tile is large enough where its rate is that of the largest one.
 
-    block_bytes: Count
+    Attributes:
+        name: Which optimizer.
+        updates: By rising ``elements``.
+    """
+
+    name: StrictStr
+    updates: Annotated[tuple[UpdateTime, ...], AfterValidator(_rising)]
+
+
+class DriveRate(ConfigModel):
+    """How fast ``threads`` read and write a file of each rank, in requests of ``request_bytes``: the slowest rank."""
+
+    request_bytes: Count
     threads: Count
-    bytes_per_second: Positive
+    read_bytes_per_second: Positive
+    written_bytes_per_second: Positive
 
 
 class Drive(ConfigModel):
@@ -120,68 +168,49 @@ class Drive(ConfigModel):
         file_system: Its type, such as ``ext4``.
         direct: Whether the files were written and read past the page cache. False: these are not quite the drive's
             own rates.
-        read: Every combination that was measured.
-        write: As ``read``; over what the file held before.
-        best_read: The one with the fewest threads, and then the smallest blocks, of those that are fast.
-        best_write: As ``best_read``.
+        rates: Every combination of threads and request that was measured.
     """
 
     file_system: StrictStr
     direct: StrictBool
-    read: tuple[DriveRate, ...]
-    write: tuple[DriveRate, ...]
-    best_read: DriveRate
-    best_write: DriveRate
+    rates: Annotated[tuple[DriveRate, ...], AfterValidator(_some)]
+
+    @property
+    def best_read(self) -> DriveRate:
+        """The fewest threads, and then the smallest requests, that read within 2% of the highest rate."""
+        return self._best("read_bytes_per_second")
+
+    @property
+    def best_write(self) -> DriveRate:
+        """As ``best_read``, of writing."""
+        return self._best("written_bytes_per_second")
+
+    def _best(self, field: str) -> DriveRate:
+        enough = max(getattr(one, field) for one in self.rates) * (1 - WORTH_MORE)
+        fast = [one for one in self.rates if getattr(one, field) >= enough]
+        return min(fast, key=lambda one: (one.threads, one.request_bytes))
 
 
 class MachineProfile(ConfigModel):
-    """Measurements of one machine: the slowest rank's medians. Frozen, picklable, cheap to hash.
-
-    What could not be measured is None or empty, and ``lacks`` says why.
+    """Measurements of one machine. Frozen, picklable, cheap to hash.
 
     Attributes:
         format_version: Of the file.
         machine: What was measured.
         measured: When and how.
-        wire: By rising ``chunk_bytes``.
-        host_cast: By rising ``chunk_elements``.
-        pageable: By rising ``elements``.
-        staged_chunk_seconds: Host seconds for each chunk of a staging ring beyond its cast: taking the
-            buffer, queueing the copy, recording its event.
-        direct_chunk_seconds: Host seconds to queue one chunk that is cast on the device.
-        latency_seconds: From the moment a chunk is on the wire to the host having seen the end of it,
-            beyond the wire's own time.
-        device_cast_elements_per_second: fp32 to bf16 in device memory.
-        mapped_elements_per_second: fp32 in page-locked host memory, read by the device and cast to bf16.
-        page_lock_seconds_per_gib: For page-locking existing memory in place, once.
-        host_update_elements_per_second: Of an Adam update on the host, behind which a deferred copy hides.
+        copies: Each strategy in each configuration that was tried, the configured one first.
+        not_measured: Each strategy that could not copy here, and why, as one sentence.
+        optimizer: Behind whose updates a deferred copy hides; None: it was not measured.
         drive: Where `h2d tune --nvme` was asked for.
-        lacks: Each capability that strategies need and the machine has not, and why, as one sentence.
     """
 
-    format_version: Literal[1] = FORMAT_VERSION
+    format_version: Literal[2] = FORMAT_VERSION
     machine: Machine
     measured: Circumstances
-    wire: tuple[WireTime, ...] = ()
-    host_cast: tuple[CastRate, ...] = ()
-    pageable: tuple[PageableTime, ...] = Field(min_length=1)
-    staged_chunk_seconds: Positive | None = None
-    direct_chunk_seconds: Positive | None = None
-    latency_seconds: Positive | None = None
-    device_cast_elements_per_second: Positive | None = None
-    mapped_elements_per_second: Positive | None = None
-    page_lock_seconds_per_gib: Positive | None = None
-    host_update_elements_per_second: Positive
+    copies: Annotated[tuple[StrategyTimes, ...], AfterValidator(_some)]
+    not_measured: dict[StrictStr, StrictStr] = Field(default_factory=dict)
+    optimizer: Optimizer | None = None
     drive: Drive | None = None
-    lacks: dict[StrictStr, StrictStr] = Field(default_factory=dict)
-
-    @field_validator("wire", "host_cast", "pageable")
-    @classmethod
-    def _rising(cls, entries: tuple[Any, ...]) -> tuple[Any, ...]:
-        sizes = [getattr(entry, next(iter(type(entry).model_fields))) for entry in entries]
-        if any(larger <= smaller for smaller, larger in pairwise(sizes)):
-            raise refuse(f"the sizes must rise, and they are {sizes}")
-        return entries
 
     def __hash__(self) -> int:
         """Of the date alone: profiles are keys of caches that are asked in every copy."""
@@ -195,7 +224,7 @@ class MachineProfile(ConfigModel):
             path: The file; None: ``$H2D_PROFILE``, or else ``default_path()``.
 
         Returns:
-            The profile, or None where nobody named a file and nothing was measured yet.
+            The profile, or None where no file is named and nothing was measured yet.
 
         Raises:
             ConfigFileNotFoundError: The file that was named does not exist.
@@ -218,7 +247,7 @@ class MachineProfile(ConfigModel):
     def mismatch(self, accelerator: Accelerator) -> str | None:
         """One sentence on why this is not a profile of what this process runs on, or None if it is.
 
-        The hardware must be the same. The ranks of this host (``LOCAL_WORLD_SIZE``) share the wire and the
+        The hardware must be the same. The ranks of this host (``LOCAL_WORLD_SIZE``) share the link and the
         host's memory, and torch's threads make the cast: either may differ by a factor of 1.5.
         """
         names = {"accelerator": accelerator.name, "device": device_name(accelerator), "cpu": cpu_model()}

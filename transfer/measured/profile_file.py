@@ -11,7 +11,7 @@ import yaml
 from pydantic import BaseModel
 
 from ..errors import ConfigError, ConfigFileError, ConfigFileNotFoundError, ConfigProblem
-from ..schema.problems import shown, validated
+from ..schema.problems import format_value, validated
 from ..schema.yaml_file import read_yaml
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
@@ -53,7 +53,7 @@ def load_profile(model: type[ModelT], version: int, path: str | os.PathLike[str]
     lines = {location[1:]: line for location, line in lines.items()}
     found = section.get("format_version")
     if found != version or isinstance(found, bool):  # before anything else, which may have other keys there
-        message = f"found {shown(found)}: this version reads format {version}; run `h2d tune` again"
+        message = f"found {format_value(found)}: this version reads format {version}; run `h2d tune` again"
         raise ConfigError([ConfigProblem(f"{ROOT}.format_version", message, file, lines.get(("format_version",), 1))])
     return validated(model, section, ROOT, file, {(): 1, **lines})
 
@@ -72,7 +72,7 @@ def save_profile(profile: BaseModel, path: str | os.PathLike[str] | None = None)
 
 
 def profile_yaml(profile: BaseModel) -> str:
-    """The content of the file, each entry of a list on a line of its own."""
+    """The content of the file, each measurement on a line of its own."""
     return yaml.dump({ROOT: profile.model_dump()}, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True)
 
 
@@ -93,14 +93,14 @@ def _replace(file: Path, text: str) -> None:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Block style, but flow style for the entries of lists."""
+    """Block style, but flow style for the entries of lists that hold nothing but values."""
 
 
 def _entries(dumper: _Dumper, values: Any) -> yaml.Node:
     node = dumper.represent_sequence("tag:yaml.org,2002:seq", values, flow_style=False)
     for entry in node.value:
         if isinstance(entry, yaml.MappingNode):
-            entry.flow_style = True
+            entry.flow_style = all(isinstance(value, yaml.ScalarNode) for _, value in entry.value)
     return node
 
 

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from typing_extensions import Self
 
 from ..errors import ConfigError
-from .problems import problems_of, shown
+from .problems import format_value, problems_of
 
 if TYPE_CHECKING:
     from pydantic._internal._model_construction import ModelMetaclass
@@ -64,4 +64,4 @@ def strategy_config(model: type[C], given: ConfigModel | Mapping[str, Any] | Non
         return given
     if isinstance(given, Mapping):
         return model(**{str(key): value for key, value in given.items()})
-    raise ConfigError(f"expected a {model.__name__} or a mapping, found {shown(given)}")
+    raise ConfigError(f"expected a {model.__name__} or a mapping, found {format_value(given)}")

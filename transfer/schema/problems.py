@@ -96,10 +96,10 @@ def _sentence(entry: Mapping[str, Any], model: type[BaseModel]) -> str:
     if kind == "missing":
         return "this key is required"
     expected = f"expected {_EXPECTED[kind]}" if kind in _EXPECTED else entry["msg"]
-    return f"found {shown(value)}: {expected}"
+    return f"found {format_value(value)}: {expected}"
 
 
-def shown(value: object) -> str:
+def format_value(value: object) -> str:
     """The value and its type, for messages, cut where it is long."""
     if value is None:
         return "nothing"

@@ -11,7 +11,7 @@ from accelerators.plugin_registry import nearest
 from ..config import TransferConfig
 from ..config_file import ENVIRONMENT_VARIABLE, ConfigLike, environment_path, resolve_config
 from ..errors import ConfigError, ConfigProblem
-from ..schema.problems import shown
+from ..schema.problems import format_value
 
 #: Top-level key of a DeepSpeed config that holds our section, or the path of a YAML file with it.
 SECTION = "host_to_device_transfer"
@@ -47,7 +47,7 @@ def config_for_engine(argument: ConfigLike | None, deepspeed_config: Mapping[str
     if section is None:
         return TransferConfig()
     if not isinstance(section, Mapping | str):
-        message = f"found {shown(section)}: expected a mapping, or the path of a YAML file"
+        message = f"found {format_value(section)}: expected a mapping, or the path of a YAML file"
         raise ConfigError([ConfigProblem(SECTION, message)])
     return resolve_config(section, origin=SECTION)
 
@@ -59,7 +59,7 @@ def _refuse_partial_nvme(deepspeed_config: Mapping[str, Any]) -> None:
         return
     ratio = offload.get("ratio", 1.0)
     if isinstance(ratio, int | float) and ratio < 1:
-        message = f"found {shown(ratio)} with `device: nvme`; only `device: cpu` keeps a part on the device"
+        message = f"found {format_value(ratio)} with `device: nvme`; only `device: cpu` keeps a part on the device"
         raise ConfigError([ConfigProblem("zero_optimization.offload_optimizer.ratio", message)])
 
 

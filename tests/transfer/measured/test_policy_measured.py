@@ -7,9 +7,25 @@ import pytest
 import torch
 
 from accelerators.hardware import cores, cpu_model
-from transfer import ConfigError, MachineProfile, MachineProfileWarning, TransferPolicy, build_transfer
+from transfer import (
+    ConfigError,
+    MachineProfile,
+    MachineProfileWarning,
+    PageableTransfer,
+    PinnedDirectTransfer,
+    PinnedStagedTransfer,
+    TransferPolicy,
+    build_transfer,
+)
+from transfer.measured.estimate import settings_of
 
 LARGE = 2**20
+
+
+def timed(strategy, *, copy, submit, total):
+    """Times of a strategy with its defaults."""
+    times = {"elements": LARGE, "copy_seconds": copy, "submit_seconds": submit, "total_seconds": total}
+    return {"strategy": strategy.name, "settings": settings_of(strategy.Config()), "times": [times]}
 
 
 @pytest.fixture
@@ -25,12 +41,12 @@ def profile(tmp_path, monkeypatch):
                 "ranks": 1,
                 "threads_per_rank": torch.get_num_threads(),
             },
-            "wire": [{"chunk_bytes": 2**20, "seconds": 1e-3}],
-            "host_cast": [{"chunk_elements": 2**20, "elements_per_second": 1e9}],
-            "pageable": [{"elements": 2**20, "seconds": 9e-3}],
-            "direct_chunk_seconds": 1e-5,
-            "device_cast_elements_per_second": 1e12,
-            "host_update_elements_per_second": 1e8,
+            "copies": [
+                timed(PinnedDirectTransfer, copy=4.01e-3, submit=1e-5, total=4.2e-3),
+                timed(PinnedStagedTransfer, copy=3.05e-3, submit=1.05e-3, total=3.05e-3),
+                timed(PageableTransfer, copy=9e-3, submit=9e-3, total=9e-3),
+            ],
+            "optimizer": {"name": "Adam", "updates": [{"elements": LARGE, "seconds": 10.5e-3}]},
         }
         MachineProfile(**{**fields, **changes}).save(tmp_path / "profile.yaml")
 
@@ -45,7 +61,6 @@ def pair(simulated):
 
 
 def test_the_cheapest_wins_and_the_reason_quotes_the_numbers(simulated, profile):
-    # 2 MiB of bf16 cross in 2 ms and 4 MiB of fp32 in 4 ms, the cast takes 1 ms, the update 10.5 ms.
     profile()
     destination, source = pair(simulated)
     deferred = TransferPolicy({"strategy": "measured"}, simulated).select(destination, source)
@@ -56,7 +71,7 @@ def test_the_cheapest_wins_and_the_reason_quotes_the_numbers(simulated, profile)
     )
     config = {"strategy": "measured", "completion": "immediate"}
     immediate = TransferPolicy(config, simulated).select(destination, source)
-    assert immediate.strategy == "pinned_staged"  # half the bytes
+    assert immediate.strategy == "pinned_staged"
     assert "pinned_staged 3.05 ms, pinned_direct 4.01 ms" in immediate.reason
 
 
@@ -78,6 +93,13 @@ def test_rules_and_small_copies_come_first(simulated, profile):
     assert TransferPolicy({"strategy": "measured"}, simulated).select(*small).strategy == "pageable"
     config = {"strategy": "measured", "rules": [{"when": {"at_least": 1}, "use": "pinned_staged"}]}
     assert TransferPolicy(config, simulated).select(*pair(simulated)).reason.startswith("rules[0]")
+
+
+def test_dtypes_that_were_not_measured_go_by_the_default(simulated, profile):
+    profile()
+    destination, source = simulated.device_empty(LARGE, dtype=torch.float32), torch.zeros(LARGE)
+    chosen = TransferPolicy({"strategy": "measured"}, simulated).select(destination, source)
+    assert chosen == TransferPolicy({}, simulated).select(destination, source)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +138,7 @@ def test_without_a_profile_of_this_machine_the_defaults_apply_after_one_warning(
 
 
 def test_a_broken_profile_is_an_error_when_the_policy_is_made(tmp_path, monkeypatch):
-    (tmp_path / "profile.yaml").write_text("machine_profile:\n  format_version: 1\n  wires: []\n")
+    (tmp_path / "profile.yaml").write_text("machine_profile:\n  format_version: 2\n  wires: []\n")
     monkeypatch.setenv("H2D_PROFILE", str(tmp_path / "profile.yaml"))
     with pytest.raises(ConfigError, match="profile.yaml:3: .*wires"):
         build_transfer({"strategy": "measured"})

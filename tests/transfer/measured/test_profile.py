@@ -15,7 +15,7 @@ from transfer.measured.profile_file import default_path
 
 TEXT = """\
 machine_profile:
-  format_version: 1
+  format_version: 2
   machine:
     accelerator: simulated
     device: simulated
@@ -26,16 +26,21 @@ machine_profile:
     torch_version: 2.11.0
     ranks: 2
     threads_per_rank: 8
-  wire:
-  - {chunk_bytes: 4194304, seconds: 7.9e-05}
-  - {chunk_bytes: 16777216, seconds: 0.000306}
-  host_cast:
-  - {chunk_elements: 4194304, elements_per_second: 17000000000.0}
-  pageable:
-  - {elements: 1048576, seconds: 0.0006}
-  host_update_elements_per_second: 2700000000.0
-  lacks:
-    registers_host_memory: It cannot.
+    source_dtype: float32
+    destination_dtype: bfloat16
+  copies:
+  - strategy: pinned_staged
+    settings:
+      chunk_elements: 16777216
+    times:
+    - {elements: 1048576, copy_seconds: 7.9e-05, submit_seconds: 6.0e-05, total_seconds: 8.1e-05}
+    - {elements: 16777216, copy_seconds: 0.000306, submit_seconds: 0.0002, total_seconds: 0.000311}
+  not_measured:
+    pinned_direct: It cannot.
+  optimizer:
+    name: Adam
+    updates:
+    - {elements: 1048576, seconds: 0.0006}
 """
 
 
@@ -66,10 +71,13 @@ def this_machine(monkeypatch):
 def test_read(file):
     profile = MachineProfile.load(file)
     assert profile.machine.cpu == "Acme 1000"
-    assert [entry.chunk_bytes for entry in profile.wire] == [2**22, 2**24]
-    assert profile.wire[1].seconds == 0.000306
-    assert profile.page_lock_seconds_per_gib is None
-    assert profile.lacks == {"registers_host_memory": "It cannot."}
+    (staged,) = profile.copies
+    assert (staged.strategy, staged.settings) == ("pinned_staged", {"chunk_elements": 2**24})
+    assert [one.elements for one in staged.times] == [2**20, 2**24]
+    assert staged.times[1].copy_seconds == 0.000306
+    assert profile.not_measured == {"pinned_direct": "It cannot."}
+    assert profile.measured.destination_dtype is torch.bfloat16
+    assert profile.drive is None
 
 
 def test_round_trips(file, tmp_path):
@@ -86,12 +94,13 @@ def test_what_is_written_is_readable(file):
     text = file.read_text()
     assert text.startswith("# How fast this machine moves values")
     assert "`h2d tune`" in text.partition("machine_profile:")[0]
-    assert "  - {chunk_bytes: 4194304, seconds: 7.9e-05}\n" in text
+    measurement = "{elements: 1048576, copy_seconds: 7.9e-05, submit_seconds: 6.0e-05, total_seconds: 8.1e-05}"
+    assert f"    times:\n    - {measurement}\n" in text
 
 
 def test_frozen(file):
     with pytest.raises(ValueError, match="frozen"):
-        MachineProfile.load(file).wire = ()
+        MachineProfile.load(file).copies = ()
 
 
 def test_where_it_is_looked_for(file, tmp_path, monkeypatch):
@@ -121,26 +130,31 @@ def test_the_default_without_a_usable_cache_folder(value, monkeypatch, tmp_path)
     ("right", "wrong", "complaint"),
     [
         (
-            "seconds: 7.9e-05",
-            "seconds: -1",
-            ":14: machine_profile.wire[0].seconds: found -1 (int): expected a number above 0, such as 1.5e-03",
+            "copy_seconds: 7.9e-05",
+            "copy_seconds: -1",
+            ":20: machine_profile.copies[0].times[0].copy_seconds: found -1 (int): expected a number above 0, such as",
         ),
-        ("seconds: 0.000306", "seconds: true", ":15: machine_profile.wire[1].seconds: found True (bool): expected a"),
-        ("seconds: 0.000306", "seconds: .inf", ":15: machine_profile.wire[1].seconds: found inf (float): expected a"),
-        ("seconds: 0.000306", "seconds: fast", ":15: machine_profile.wire[1].seconds: found 'fast' (str): expected a"),
+        ("0.000306", "true", ":21: machine_profile.copies[0].times[1].copy_seconds: found True (bool): expected a"),
+        ("0.000306", ".inf", ":21: machine_profile.copies[0].times[1].copy_seconds: found inf (float): expected a"),
+        ("0.000306", "fast", ":21: machine_profile.copies[0].times[1].copy_seconds: found 'fast' (str): expected a"),
+        (
+            "updates:\n    - {elements: 1048576, seconds: 0.0006}",
+            "updates: []",
+            ":26: machine_profile.optimizer.updates: found [] (list): expected at least one",
+        ),
         ("cores: 16", "cores: 16.5", ":7: machine_profile.machine.cores: found 16.5 (float): expected a whole number"),
         ("cores: 16", "cors: 16", ":7: machine_profile.machine.cors: unknown key 'cors'. Did you mean 'cores'?"),
         ("cores: 16", "cores: 16\n    cores: 8", ":8: machine_profile.machine.cores: duplicate key; first on line 7"),
         ("    ranks: 2\n", "", ":8: machine_profile.measured.ranks: this key is required"),
         ("cpu: Acme 1000", "cpu: 1000", ":6: machine_profile.machine.cpu: found 1000 (int): expected text"),
         (
-            "format_version: 1",
             "format_version: 2",
-            ":2: machine_profile.format_version: found 2 (int): this version reads format 1; run `h2d tune` again",
+            "format_version: 1",
+            ":2: machine_profile.format_version: found 1 (int): this version reads format 2; run `h2d tune` again",
         ),
-        ("  format_version: 1\n", "", ":1: machine_profile.format_version: found nothing: this version reads"),
+        ("  format_version: 2\n", "", ":1: machine_profile.format_version: found nothing: this version reads"),
         ("machine_profile:", "transfer:", ":1: this is no machine profile: expected one top-level key"),
-        ("  wire:", "  wire: [", ":14: this is not YAML"),
+        ("  copies:", "  copies: [", ":16: this is not YAML"),
     ],
 )
 def test_mistakes_have_a_place(file, right, wrong, complaint):
@@ -152,11 +166,11 @@ def test_mistakes_have_a_place(file, right, wrong, complaint):
 
 
 def test_the_sizes_must_rise(file):
-    file.write_text(TEXT.replace("chunk_bytes: 16777216", "chunk_bytes: 4194304"))
+    file.write_text(TEXT.replace("{elements: 16777216", "{elements: 1048576"))
     with pytest.raises(ConfigError) as caught:
         MachineProfile.load(file)
-    assert str(caught.value).startswith(f"{file}:13: machine_profile.wire: found ")
-    assert str(caught.value).endswith("the sizes must rise, and they are [4194304, 4194304]")
+    assert str(caught.value).startswith(f"{file}:19: machine_profile.copies[0].times: found ")
+    assert str(caught.value).endswith("the sizes must rise, and they are [1048576, 1048576]")
 
 
 @pytest.mark.parametrize("text", ["", "[]", "machine_profile:\n", "machine_profile: 3\n"])
@@ -169,7 +183,7 @@ def test_files_that_are_no_profile(file, text):
 def test_hand_written_values(file):
     file.write_text(TEXT.replace("7.9e-05", "7.9e-5").replace("0.000306", "3e-4").replace("'2026-11-30'", "2026-11-30"))
     profile = MachineProfile.load(file)
-    assert [entry.seconds for entry in profile.wire] == [7.9e-5, 3e-4]
+    assert [one.copy_seconds for one in profile.copies[0].times] == [7.9e-5, 3e-4]
     assert profile.measured.date == "2026-11-30"
 
 

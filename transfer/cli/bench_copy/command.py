@@ -6,16 +6,15 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from ..measuring.options import add_common_options, choices, run_worker
+from ..measuring.options import add_common_options, add_strategies_option, choices, run_worker
 from ..measuring.quantities import count, dtype_name
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 _EPILOG = """\
 `h2d bench zero3` measures whole optimizer steps of ZeRO-3; `h2d bench zero3 --help` lists its options.
-Exit status: 0; 1 where a scheme left wrong bits or the work failed; 2 where the arguments are wrong.
+Exit status: 0; 1 where a variant left wrong bits or the work failed; 2 where the arguments are wrong.
 """
 
 
@@ -36,28 +35,28 @@ def main(arguments: Sequence[str]) -> int:
         obstacle = why_no_plot(options.plot)
         if obstacle is not None:
             parser.error(f"argument --plot: {obstacle}")
-    measured = run_worker(
-        "transfer.cli.bench_copy.worker:measure",
-        {
-            "elements": list(dict.fromkeys(options.elements)),
-            "dtypes": list(dict.fromkeys(options.dtypes)),
-            "strategies": strategies,
-            "file_strategies": file_strategies,
-            "rounds": options.rounds,
-            "accelerator": options.accelerator,
-            "config": options.config,
-            "nvme": options.nvme,
-        },
-        options,
-    )
+    given = {name: getattr(options, name) for name in ("rounds", "accelerator", "config", "nvme")}
+    given.update(elements=list(dict.fromkeys(options.elements)), dtypes=list(dict.fromkeys(options.dtypes)))
+    given.update(strategies=strategies, file_strategies=file_strategies)
+    measured = run_worker("transfer.cli.bench_copy.worker:measure", given, options)
     if measured is None:
         return 1
-    report = _report(options, measured)
+    from .report import show, with_figures
+
+    report = {
+        "schema_version": SCHEMA_VERSION,
+        "command": "bench",
+        "hardware": measured["hardware"],
+        "ranks": options.ranks,
+        "rounds": options.rounds,
+        "source_dtype": "float32",
+        "nvme": measured["nvme"],
+        "measurements": list(with_figures(measured["measurements"])),
+        "not_run": measured["not_run"],
+    }
     if options.json:
         print(json.dumps(report, indent=1))
     else:
-        from .report import show
-
         show(report)
     if options.plot is not None:
         from .plot import plot
@@ -70,30 +69,14 @@ def main(arguments: Sequence[str]) -> int:
 
 def _sources(parser: argparse.ArgumentParser, options: argparse.Namespace) -> tuple[list[str], list[str]]:
     """The strategies that copy from memory, and those that copy from files."""
-    from .variants import VARIANTS, reads_files, with_variants
+    from .variants import NVME_VARIANTS, reads_files, with_variants
 
-    strategies = choices(parser, options, also=VARIANTS)
+    strategies = choices(parser, options, also=NVME_VARIANTS)
     in_files = [name for name in strategies if reads_files(name)]
     if options.nvme is None and options.strategies is not None and in_files:
         parser.error(f"argument --strategies: {in_files[0]} copies values from files: say where with --nvme DIR")
     in_memory = [name for name in strategies if name not in in_files]
     return in_memory, with_variants(in_files) if options.nvme is not None else []
-
-
-def _report(options: argparse.Namespace, measured: dict[str, Any]) -> dict[str, Any]:
-    from .figures import with_figures
-
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "command": "bench",
-        "hardware": measured["hardware"],
-        "ranks": options.ranks,
-        "rounds": options.rounds,
-        "source_dtype": "float32",
-        "nvme": measured["nvme"],
-        "measurements": list(with_figures(measured["measurements"])),
-        "not_run": measured["not_run"],
-    }
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -105,8 +88,10 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_common_options(parser)
+    add_strategies_option(parser)
+    add = parser.add_argument
     sizes = [2**20, 2**24, 2**28]
-    parser.add_argument(
+    add(
         "--elements",
         type=count,
         nargs="+",
@@ -114,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="elements of the partition, such as 1000000, 1e6 or 2^28; several (default: 2^20 2^24 2^28)",
     )
-    parser.add_argument(
+    add(
         "--dtypes",
         type=dtype_name,
         nargs="+",
@@ -122,12 +107,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="DTYPE",
         help="of the destination: bfloat16 (default), float16, float32; several",
     )
-    parser.add_argument("--rounds", type=count, default=7, metavar="N", help="measurements of each scheme (default 7)")
-    parser.add_argument(
+    add("--rounds", type=count, default=7, metavar="N", help="measurements of each variant (default 7)")
+    add(
         "--nvme",
         metavar="DIR",
         help="also copy values from a file in this directory, read past the page cache: nvme_swapped in every form, "
         "what DeepSpeed does, and the bare reads; each rank has a file of its own, deleted in the end",
     )
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw rate against size into a .png, .svg or .pdf")
+    add("--plot", type=Path, metavar="FILE", help="draw rate against size into a .png, .svg or .pdf")
     return parser

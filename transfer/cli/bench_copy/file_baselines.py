@@ -19,14 +19,14 @@ from ...nvme.open_file import O_DIRECT, opened
 from ...nvme.swapped_tensor import SwappedTensor
 from ...registry import get_strategy
 from ..measuring.baselines import Baseline
-from ..measuring.raw_io import in_blocks, read_block
+from ..measuring.raw_io import in_requests, read_request
 
 #: Names that other figures refer to. The first is followed by how many threads read.
 RAW_READ = "raw read"
 AIO_READ = "raw read, DeepSpeed aio"
 DEEPSPEED_FROM_NVME = "DeepSpeed from NVMe"
 SWAP_BUFFER = "DeepSpeed swap buffer"
-SWAP_BUFFER_DIRECT = "pinned_direct from the swap buffer"
+SWAP_BUFFER_DIRECT = "swap buffer, pinned_direct"
 
 
 class RawRead(Baseline):
@@ -36,10 +36,10 @@ class RawRead(Baseline):
     reads_swapped = True
     copies: ClassVar[bool] = False
 
-    def __init__(self, accelerator: Accelerator, dtype: torch.dtype, threads: int, block_bytes: int) -> None:
+    def __init__(self, accelerator: Accelerator, dtype: torch.dtype, threads: int, request_bytes: int) -> None:
         super().__init__(accelerator, dtype)
         self._threads = threads
-        self._block_bytes = block_bytes
+        self._request_bytes = request_bytes
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="h2d-bench-read")
         self._memory: Tensor | None = None
 
@@ -58,9 +58,9 @@ class RawRead(Baseline):
         with opened(source.path, O_DIRECT) as descriptor:
 
             def move(_thread: int, offset: int, length: int) -> None:
-                read_block(descriptor, buffer[offset : offset + length], source.offset_bytes + offset)
+                read_request(descriptor, buffer[offset : offset + length], source.offset_bytes + offset)
 
-            in_blocks(self._pool, self._threads, memory.numel(), self._block_bytes, move)
+            in_requests(self._pool, self._threads, memory.numel(), self._request_bytes, move)
 
 
 class SwapBuffer(Baseline):
@@ -182,11 +182,11 @@ class SwapBufferDirect(SwapBufferCopy):
 
 
 def make_file_baselines(
-    accelerator: Accelerator, dtype: torch.dtype, threads: int, block_bytes: int
+    accelerator: Accelerator, dtype: torch.dtype, threads: int, request_bytes: int
 ) -> dict[str, Baseline]:
     """Each baseline by its name, in the order of a table; allocates nothing yet."""
     return {
-        f"{RAW_READ}, {threads} thread{'s' * (threads > 1)}": RawRead(accelerator, dtype, threads, block_bytes),
+        f"{RAW_READ}, {threads} thread{'s' * (threads > 1)}": RawRead(accelerator, dtype, threads, request_bytes),
         AIO_READ: AioRead(accelerator, dtype, threads),
         DEEPSPEED_FROM_NVME: DeepSpeedFromNvme(accelerator, dtype, threads),
         SWAP_BUFFER: SwapBufferCopy(accelerator, dtype, threads),

@@ -1,4 +1,4 @@
-"""A picture of the rate of every scheme against the size of the copy."""
+"""A picture of the rate of every variant against the size of the copy."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def plot(report: Mapping[str, Any], path: Path) -> None:
         for one in measurements:
             if one["dtype"] == dtype:
                 point = (one["destination_bytes"], one["figures"]["gigabytes_per_second"])
-                lines.setdefault((one["scheme"], one["from_file"]), []).append(point)
-        for (scheme, from_file), points in lines.items():
+                lines.setdefault((one["variant"], one["from_file"]), []).append(point)
+        for (variant, from_file), points in lines.items():
             style = "--" if from_file else "-"
-            axes.plot(*zip(*sorted(points), strict=True), style, marker="s" if from_file else "o", label=scheme)
+            axes.plot(*zip(*sorted(points), strict=True), style, marker="s" if from_file else "o", label=variant)
         axes.set_xscale("log", base=2)
         axes.set_xlabel("destination bytes")
         axes.set_ylabel("GB/s of destination bytes, median")

@@ -1,39 +1,96 @@
-"""How ``h2d bench`` shows its result."""
+"""What ``h2d bench`` makes of raw seconds: figures for its JSON, and tables of 80 columns."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rich.text import Text
 
-from ...nvme.mounts import MEMORY_FILE_SYSTEMS
-from ..measuring.baselines import SUMMARIES
-from ..measuring.quantities import shown
-from ..measuring.table import console, hardware_line, legend, make_table, mebibytes, number, verdict
-from .figures import by_case
-from .file_baselines import FILE_SUMMARIES
-
-_COLUMNS = (
-    "scheme",
-    "median\nms",
-    "spread\n%",
-    "GB/s",
-    "of the\nwire",
-    "times\nDeepSpeed",
-    "pinned\nMiB",
-    "locked\nMiB",
-    "device\nMiB",
-    "bits",
+from ..measuring.baselines import DEEPSPEED, LINK, SUMMARIES
+from ..measuring.quantities import format_bytes, format_count
+from ..measuring.report import (
+    Column,
+    console,
+    figures,
+    file_system_name,
+    hardware_line,
+    legend,
+    make_table,
+    mebibytes,
+    number,
+    plural,
+    verdict,
 )
-_FILE_COLUMNS = ("file\nGB/s", "of the\nraw read", "times DS\nfrom NVMe")
+from ..measuring.statistics import median_ratio, slowest, spread_percent
+from .file_baselines import DEEPSPEED_FROM_NVME, FILE_SUMMARIES, RAW_READ
+
+Measurement = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One measurement, its seconds for each round, and those of every variant of the same size and dtype."""
+
+    one: Measurement
+    seconds: Sequence[float]
+    beside: Mapping[str, Sequence[float]]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    def share_of(self, name: str) -> float | None:
+        return median_ratio(self.beside.get(name), self.seconds)
+
+    def share_of_raw_read(self) -> float | None:
+        """Of the faster of the readers."""
+        readers = [seconds for name, seconds in self.beside.items() if name.startswith(RAW_READ)]
+        return median_ratio(min(readers, key=statistics.median, default=None), self.seconds)
+
+    def page_lock_seconds_per_gib(self) -> float | None:
+        seconds = self.one["page_lock_seconds"]
+        return None if seconds is None else float(seconds * 2**30 / self.one["source_bytes"])
+
+
+_NAME = Column("variant", "variant")
+_TIMES = (
+    _NAME,
+    Column("median\nms", "median_seconds", number(".4g", scale=1e3), lambda row: row.median),
+    Column("spread\n%", "spread_percent", number(".0f"), lambda row: spread_percent(row.seconds)),
+    Column("GB/s", "gigabytes_per_second", number(".3g"), lambda row: row.one["destination_bytes"] / row.median / 1e9),
+    Column("of the\nlink", "share_of_link", number(".0%"), lambda row: row.share_of(LINK)),
+    Column("times\nDeep-\nSpeed", "times_deepspeed", number(".2f", "x"), lambda row: row.share_of(DEEPSPEED)),
+    Column("bits", "right_bits", verdict),
+)
+_MEMORY = (
+    _NAME,
+    Column("pinned\nMiB", "pinned_bytes", mebibytes),
+    Column("locked\nMiB", "page_locked_bytes", mebibytes),
+    Column("s to lock\na GiB", "page_lock_seconds_per_gib", number(".3f"), _Row.page_lock_seconds_per_gib),
+    Column("device\nMiB", "device_bytes", mebibytes),
+)
+_FROM_FILE = (
+    _NAME,
+    Column(
+        "file\nGB/s", "read_gigabytes_per_second", number(".3g"), lambda row: row.one["source_bytes"] / row.median / 1e9
+    ),
+    Column("of the\nraw read", "share_of_raw_read", number(".0%"), _Row.share_of_raw_read),
+    Column(
+        "times DS\nfrom NVMe",
+        "times_deepspeed_from_nvme",
+        number(".2f", "x"),
+        lambda row: row.share_of(DEEPSPEED_FROM_NVME),
+    ),
+)
 
 _NOTE = (
-    "Medians of {rounds} round{s}, in each of which every scheme copies once; ratios are medians of the rounds' "
-    "ratios. "
+    "Medians of {rounds}, in each of which every variant copies once; ratios are medians of the rounds' ratios. "
     "Spread: the interquartile range, in percent of the median. GB/s: destination bytes of one rank. pinned, device: "
-    "memory that the scheme needs in addition; locked: the source's own memory, page-locked in place. With several "
-    "ranks each time is that of the slowest."
+    "memory that the variant needs in addition; locked: the source's own memory, page-locked in place, once. With "
+    "several ranks each time is that of the slowest."
 )
 _FILE_NOTE = (
     "file GB/s: bytes of the file. of the raw read: of the faster reader. times DS from NVMe: DeepSpeed from NVMe. "
@@ -41,40 +98,54 @@ _FILE_NOTE = (
 )
 
 
+def with_figures(measurements: Sequence[Measurement]) -> Iterator[dict[str, Any]]:
+    """Each measurement with ``seconds`` (the slowest rank's, for each round) and ``figures``."""
+    for together in by_case(measurements).values():
+        seconds = {one["variant"]: slowest(one["seconds_by_rank"]) for one in together}
+        for one in together:
+            own = seconds[one["variant"]]
+            columns = (*_TIMES, *_MEMORY, *(_FROM_FILE if one["from_file"] else ()))
+            yield {**one, "seconds": own, "figures": figures(columns, _Row(one, own, seconds))}
+
+
+def by_case(entries: Sequence[Measurement]) -> dict[tuple[str, int], list[Measurement]]:
+    """Entries of the same dtype and size together, in the order in which they came."""
+    cases: dict[tuple[str, int], list[Measurement]] = {}
+    for entry in entries:
+        cases.setdefault((entry["dtype"], entry["elements"]), []).append(entry)
+    return cases
+
+
 def show(report: Mapping[str, Any]) -> None:
-    """Prints one table for each size and dtype, and what could not run."""
-    out = console()
+    """Prints tables for each size and dtype, and what could not run."""
+    out, nvme = console(), report["nvme"]
     out.print(Text(hardware_line(report["hardware"], report["ranks"])))
-    nvme = report["nvme"]
     if nvme is not None:
-        out.print(Text(_files_line(nvme)))
-    columns = _COLUMNS if nvme is None else (*_COLUMNS, *_FILE_COLUMNS)
+        out.print(Text(files_line(nvme)))
     refused = by_case(report["not_run"])
     for (dtype, elements), measurements in by_case(report["measurements"]).items():
-        title = f"{shown(elements)} elements, float32 on the host to {dtype} on the device"
         groups = [
-            [_row(one, len(columns)) for one in measurements if (one["kind"], one["from_file"]) == (kind, from_file)]
+            [one for one in measurements if (one["kind"], one["from_file"]) == (kind, from_file)]
             for from_file in (False, True)
             for kind in ("baseline", "strategy")
         ]
-        out.print(make_table(title, columns, groups))
+        title = f"{format_count(elements)} elements, float32 on the host to {dtype} on the device"
+        out.print(make_table(title, _TIMES, groups))
+        out.print(make_table("memory", _MEMORY, groups))
+        if any(groups[2:]):
+            out.print(make_table("from files", _FROM_FILE, groups[2:]))
         for entry in refused.get((dtype, elements), ()):
-            out.print(Text(f"not run: {entry['scheme']}: {entry['reason']}"))
-        for one in measurements:
-            if one["page_lock_seconds"] is not None:
-                per_gib = one["figures"]["page_lock_seconds_per_gib"]
-                out.print(Text(f"{one['scheme']}: page-locking its source took {per_gib:.3f} s per GiB, once"))
-    out.print(Text(_NOTE.format(rounds=report["rounds"], s="s" * (report["rounds"] != 1))))
+            out.print(Text(f"not run: {entry['variant']}: {entry['reason']}"))
+    out.print(Text(_NOTE.format(rounds=plural(report["rounds"], "round"))))
     if nvme is not None:
         out.print(Text(_FILE_NOTE))
-    out.print(legend(_summaries(dict.fromkeys(one["scheme"] for one in report["measurements"]))))
+    out.print(legend(_summaries(dict.fromkeys(one["variant"] for one in report["measurements"]))))
 
 
-def _files_line(nvme: Mapping[str, Any]) -> str:
-    kind = nvme["file_system"] or "an unknown file system"
-    memory = ", which is memory: no drive is measured" if kind in MEMORY_FILE_SYSTEMS else ""
-    how = f"O_DIRECT by {nvme['threads']} threads, at most {nvme['block_bytes'] / 2**20:.4g} MiB at a time"
-    return f"Files on {kind}{memory}; read with {how}"
+def files_line(nvme: Mapping[str, Any]) -> str:
+    """Where the files are, and how the raw reads read them."""
+    how = f"by {plural(nvme['threads'], 'thread')}, at most {format_bytes(nvme['request_bytes'])} at a time"
+    return f"Files on {file_system_name(nvme['file_system'])}; read with O_DIRECT {how}"
 
 
 def _summaries(names: Iterable[str]) -> Iterator[tuple[str, str]]:
@@ -84,23 +155,3 @@ def _summaries(names: Iterable[str]) -> Iterator[tuple[str, str]]:
         summary = known.get(name) or known.get(name.partition(",")[0])  # the number of threads differs
         if summary is not None:
             yield name, summary
-
-
-def _row(one: Mapping[str, Any], columns: int) -> tuple[str | Text, ...]:
-    figures = one["figures"]
-    row = (
-        one["scheme"],
-        number(figures["median_seconds"] * 1e3, ".4g"),
-        number(figures["spread_percent"], ".0f"),
-        number(figures["gigabytes_per_second"], ".3g"),
-        number(figures["share_of_wire"], ".0%"),
-        number(figures["times_deepspeed"], ".2f", "x"),
-        mebibytes(one["pinned_bytes"]),
-        mebibytes(one["page_locked_bytes"]),
-        mebibytes(one["device_bytes"]),
-        verdict(one["right_bits"]),
-        number(figures.get("read_gigabytes_per_second"), ".3g"),
-        number(figures.get("share_of_raw_read"), ".0%"),
-        number(figures.get("times_deepspeed_from_nvme"), ".2f", "x"),
-    )
-    return row[:columns]

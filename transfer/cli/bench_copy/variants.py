@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,86 +12,69 @@ from accelerators import Accelerator
 
 from ...config import TransferConfig
 from ...errors import StrategyUnavailableError
-from ...interface import HostToDeviceTransfer
 from ...nvme.aligned_memory import ALIGNMENT_BYTES, aligned_empty, buffer_of
 from ...nvme.open_file import NOT_DIRECT, O_DIRECT, opened
 from ...nvme.swapped_tensor import SwappedTensor
 from ...nvme.writing import swap_out
 from ...registry import get_strategy
 from ..measuring.baselines import make_baselines
-from ..measuring.raw_io import read_block
+from ..measuring.copies import Variant
+from ..measuring.raw_io import read_request
 from .file_baselines import make_file_baselines
 
 NVME_SWAPPED = "nvme_swapped"
-#: Names of rows, and what of the section ``nvme_swapped`` is set for them.
-VARIANTS: Mapping[str, Mapping[str, Any]] = {
+#: Variants of ``nvme_swapped``, and what of its section is set for them.
+NVME_VARIANTS: Mapping[str, Mapping[str, Any]] = {
     NVME_SWAPPED: {},
     "nvme_swapped, cast on the host": {"cast": "host"},
     "nvme_swapped, no checksums": {"checksums": False},
 }
 
 
-@dataclass
-class Scheme:
-    """One way to copy, and what was measured of it on this rank."""
-
-    name: str
-    kind: str  # "baseline" or "strategy"
-    transfer: HostToDeviceTransfer
-    source: Tensor | SwappedTensor
-    page_lock_seconds: float | None = None  # None: `prepare` page-locked nothing
-    seconds: list[float] = field(default_factory=list)
-    right_bits: bool | None = True  # None: nothing is copied that could be compared
-
-    @property
-    def from_file(self) -> bool:
-        return isinstance(self.source, SwappedTensor)
-
-
 def reads_files(name: str) -> bool:
     """Whether a strategy, or a variant of one, takes its values from a file."""
-    return name in VARIANTS or get_strategy(name).reads_swapped
+    return name in NVME_VARIANTS or get_strategy(name).reads_swapped
 
 
 def with_variants(names: list[str]) -> list[str]:
     """The names, with all variants where ``nvme_swapped`` is among them."""
-    return list(dict.fromkeys([*names, *(VARIANTS if NVME_SWAPPED in names else ())]))
+    return list(dict.fromkeys([*names, *(NVME_VARIANTS if NVME_SWAPPED in names else ())]))
 
 
-def memory_schemes(
+def memory_variants(
     accelerator: Accelerator, dtype: torch.dtype, source: Tensor, config: TransferConfig, names: list[str]
-) -> list[Scheme]:
+) -> list[Variant]:
     """Every baseline, and these strategies, which copy from host memory."""
-    schemes = [
-        Scheme(name, "baseline", transfer, source) for name, transfer in make_baselines(accelerator, dtype).items()
+    variants = [
+        Variant(name, "baseline", transfer, source) for name, transfer in make_baselines(accelerator, dtype).items()
     ]
     # Without a fallback: what cannot run is listed as such, and never measured under another's name.
-    return schemes + [
-        Scheme(name, "strategy", get_strategy(name)(config.section(name), accelerator, fallback=False), source)
+    return variants + [
+        Variant(name, "strategy", get_strategy(name)(config.section(name), accelerator, fallback=False), source)
         for name in names
     ]
 
 
-def file_schemes(
+def file_variants(
     accelerator: Accelerator,
     dtype: torch.dtype,
     source: Tensor,
     swapped: SwappedTensor,
     config: TransferConfig,
     names: list[str],
-) -> list[Scheme]:
+) -> list[Variant]:
     """What reads the file, or copies from the memory that DeepSpeed reads it into; and these strategies."""
     section: Any = config.section(NVME_SWAPPED)
-    schemes = []
+    variants = []
     for name, baseline in make_file_baselines(accelerator, dtype, section.threads, section.request_bytes).items():
         right_bits = True if getattr(baseline, "copies", True) else None
         from_here = swapped if baseline.reads_swapped else source
-        schemes.append(Scheme(name, "baseline", baseline, from_here, right_bits=right_bits))
+        variants.append(Variant(name, "baseline", baseline, from_here, right_bits=right_bits))
     for name in names:
-        changed, strategy = VARIANTS.get(name, {}), NVME_SWAPPED if name in VARIANTS else name
+        changed, strategy = NVME_VARIANTS.get(name, {}), NVME_SWAPPED if name in NVME_VARIANTS else name
         chosen = config.section(strategy).model_copy(update=dict(changed))
-        schemes.append(Scheme(name, "strategy", get_strategy(strategy)(chosen, accelerator, fallback=False), swapped))
-    return schemes
+        variants.append(Variant(name, "strategy", get_strategy(strategy)(chosen, accelerator, fallback=False), swapped))
+    return variants
 
 
 def swap_out_for_reading(source: Tensor, directory: str) -> SwappedTensor:
@@ -115,7 +97,7 @@ def _reads_directly(swapped: SwappedTensor) -> bool:
     """Whether the file can be read past the page cache; some file systems refuse it only when they read."""
     try:
         with opened(swapped.path, O_DIRECT) as descriptor:
-            read_block(descriptor, buffer_of(aligned_empty(ALIGNMENT_BYTES)), swapped.offset_bytes)
+            read_request(descriptor, buffer_of(aligned_empty(ALIGNMENT_BYTES)), swapped.offset_bytes)
     except OSError as error:
         if error.errno in NOT_DIRECT:
             return False

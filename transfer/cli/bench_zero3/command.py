@@ -12,12 +12,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...errors import StrategyUnavailableError
-from ..measuring.options import add_common_options, choices, run_worker
+from ..measuring.options import add_common_options, add_strategies_option, choices, fail, run_worker
 from ..measuring.quantities import count
 from ..measuring.ranks import usable_cores
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
+#: Options that the report repeats.
+_TOLD = ("sub_groups", "batch", "sequence", "steps", "optimizer", "verify_every_step")
 _MOST_THREADS = 12  # more do not make DeepSpeed's CPU Adam faster
 
 
@@ -29,48 +31,51 @@ def main(arguments: Sequence[str]) -> int:
     layers, hidden = _shape(parser, options)
     if options.threads is None:
         options.threads = max(1, min(_MOST_THREADS, usable_cores() // options.ranks))
-    given = {
-        "layers": layers,
-        "hidden": hidden,
-        "sub_groups": options.sub_groups,
-        "batch": options.batch,
-        "sequence": options.sequence,
-        "steps": options.steps,
-        "limit_seconds": options.limit,
-        "optimizer": options.optimizer,
-        "verify_every_step": options.verify_every_step,
-        "strategies": strategies,
-        "accelerator": options.accelerator,
-        "config": options.config,
-        "nvme": None,
-        "nvme_pipeline": options.nvme_pipeline,
-    }
+    told = {"layers": layers, "hidden": hidden, "limit_seconds": options.limit}
+    told.update({name: getattr(options, name) for name in _TOLD})
+    given = {name: getattr(options, name) for name in ("accelerator", "config", "nvme_pipeline")}
     nvme = None
     with contextlib.ExitStack() as cleaning:
+        directory = None
         if options.nvme is not None:
             try:
-                given["nvme"], nvme = _swap_files(options, cleaning)
+                directory, nvme = _swap_files(options, cleaning)
             except (StrategyUnavailableError, OSError) as error:
-                print(f"h2d bench: {error}", file=sys.stderr)
-                return 1
+                return fail(options, error)
         # In processes of its own even for one rank: DeepSpeed's accelerator and process group are the process's.
         measured = run_worker(
-            "transfer.cli.bench_zero3.worker:measure", given, options, spawn=True, process_group=False
+            "transfer.cli.bench_zero3.worker:measure",
+            {**told, **given, "strategies": strategies, "nvme": directory},
+            options,
+            spawn=True,
+            process_group=False,
         )
     if measured is None:
         return 1
-    report = _report(options.ranks, given, nvme, measured)
+    from .report import show, with_figures
+
+    measurements = list(with_figures(measured["measurements"]))
+    report = {
+        "schema_version": SCHEMA_VERSION,
+        "command": "bench zero3",
+        "hardware": measured["hardware"],
+        "ranks": options.ranks,
+        **told,
+        "nvme": nvme,
+        "engine": measured["engine"],
+        "page_lock": _page_lock(measured),
+        "measurements": measurements,
+        "not_run": measured["not_run"],
+    }
     if options.json:
         print(json.dumps(report, indent=1))
     else:
-        from .report import show
-
         show(report)
-    return 0 if all(one["right_bits"] is not False for one in report["measurements"]) else 1
+    return 0 if all(one["right_bits"] is not False for one in measurements) else 1
 
 
 def _strategies(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[str]:
-    """The strategies to measure; those that read files only where somebody asks, to be told why not."""
+    """The strategies to measure; those that read files only where they are asked for, to say why not."""
     from ...registry import get_strategy
 
     if options.nvme_pipeline and options.nvme is None:
@@ -80,7 +85,7 @@ def _strategies(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
 
 
 def _swap_files(options: argparse.Namespace, cleaning: contextlib.ExitStack) -> tuple[str, dict[str, Any]]:
-    """A new directory for DeepSpeed's swap files, which goes with all that is in it, and what is told of it.
+    """A new directory for DeepSpeed's swap files, which goes with all that is in it, and its description.
 
     Raises:
         StrategyUnavailableError: DeepSpeed's aio op is not there.
@@ -101,27 +106,14 @@ def _swap_files(options: argparse.Namespace, cleaning: contextlib.ExitStack) -> 
     return directory, {"file_system": file_system(own), "pipelined": options.nvme_pipeline}
 
 
-def _report(ranks: int, given: dict[str, Any], nvme: dict[str, Any] | None, measured: dict[str, Any]) -> dict[str, Any]:
+def _page_lock(measured: dict[str, Any]) -> dict[str, Any]:
+    """What it took to page-lock the sources, on the slowest rank of each round."""
     from ..measuring.statistics import slowest
-    from .figures import with_figures
 
-    lock_seconds = slowest(measured["page_lock"]["seconds_by_rank"])
+    seconds = slowest(measured["page_lock"]["seconds_by_rank"])
     gib = measured["engine"]["source_bytes"] / 2**30
-    per_gib = statistics.median(lock_seconds) / gib if lock_seconds else None
-    not_told = ("accelerator", "config", "strategies", "nvme", "nvme_pipeline")
-    told = {key: value for key, value in given.items() if key not in not_told}
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "command": "bench zero3",
-        "hardware": measured["hardware"],
-        "ranks": ranks,
-        **told,
-        "nvme": nvme,
-        "engine": measured["engine"],
-        "page_lock": {**measured["page_lock"], "seconds": lock_seconds, "seconds_per_gib": per_gib},
-        "measurements": list(with_figures(measured["measurements"])),
-        "not_run": measured["not_run"],
-    }
+    per_gib = statistics.median(seconds) / gib if seconds else None
+    return {**measured["page_lock"], "seconds": seconds, "seconds_per_gib": per_gib}
 
 
 def _shape(parser: argparse.ArgumentParser, options: argparse.Namespace) -> tuple[int, int]:
@@ -145,35 +137,37 @@ def _parser() -> argparse.ArgumentParser:
         prog="h2d bench zero3",
         description="Trains a transformer on random tokens under ZeRO-3 with its optimizer on the host, and measures "
         "optimizer steps and whole iterations with every copy-back, step by step in turn.",
-        epilog="Exit status: 0; 1 where a scheme left wrong bits or the work failed; 2 where the arguments are wrong.",
+        epilog="Exit status: 0; 1 where a variant left wrong bits or the work failed; 2 where the arguments are wrong.",
     )
     add_common_options(parser)
-    parser.add_argument("--parameters", type=count, metavar="N", help="of the model, about (default 1e9)")
-    parser.add_argument("--layers", type=count, metavar="N", help="instead of --parameters, with --hidden")
-    parser.add_argument("--hidden", type=count, metavar="N", help="width of each layer, a multiple of 64")
-    parser.add_argument("--sub-groups", type=count, default=4, metavar="N", help="on each rank, at most (default 4)")
-    parser.add_argument("--steps", type=count, default=12, metavar="N", help="of each scheme (default 12)")
-    parser.add_argument("--limit", type=count, metavar="SECONDS", help="make no more steps of each than fit in so long")
-    parser.add_argument("--batch", type=count, default=1, metavar="N", help="sequences on each rank (default 1)")
-    parser.add_argument("--sequence", type=count, default=512, metavar="N", help="tokens in each (default 512)")
-    parser.add_argument(
+    add_strategies_option(parser)
+    add = parser.add_argument
+    add("--parameters", type=count, metavar="N", help="of the model, about (default 1e9)")
+    add("--layers", type=count, metavar="N", help="instead of --parameters, with --hidden")
+    add("--hidden", type=count, metavar="N", help="width of each layer, a multiple of 64")
+    add("--sub-groups", type=count, default=4, metavar="N", help="on each rank, at most (default 4)")
+    add("--steps", type=count, default=12, metavar="N", help="of each variant (default 12)")
+    add("--limit", type=count, metavar="SECONDS", help="make no more steps of each than fit in so long")
+    add("--batch", type=count, default=1, metavar="N", help="sequences on each rank (default 1)")
+    add("--sequence", type=count, default=512, metavar="N", help="tokens in each (default 512)")
+    add(
         "--optimizer",
         choices=("cpu_adam", "adamw"),
         default="cpu_adam",
         help="cpu_adam: DeepSpeed's, which needs a compiler (default); adamw: torch's own",
     )
-    parser.add_argument(
+    add(
         "--nvme",
         metavar="DIR",
         help="with the optimizer's state in files in this directory (offload_optimizer.device: nvme), deleted in the "
         "end; needs DeepSpeed's aio op, which this command does not build",
     )
-    parser.add_argument(
+    add(
         "--nvme-pipeline",
         action="store_true",
         help="with --nvme: pipeline_read and pipeline_write, and 12 swap buffers in place of 5",
     )
-    parser.add_argument(
+    add(
         "--verify-every-step",
         action="store_true",
         help="compare bits after every step, not only after the first and the last",

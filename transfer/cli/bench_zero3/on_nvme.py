@@ -48,7 +48,7 @@ def check_lock_limit(offload: Mapping[str, Any], elements: int) -> None:
         elements: The most that a sub-group has.
 
     Raises:
-        StrategyUnavailableError: As said.
+        StrategyUnavailableError: The limit on locked memory is lower.
     """
     num_bytes = offload.get("buffer_count", 0) * elements * 4
     if not may_lock_bytes(num_bytes):
@@ -92,7 +92,7 @@ def sources(optimizer: Any) -> list[Any]:
 
 
 def as_in_a_step(optimizer: Any, sub_group_id: int, master: Any) -> Any:
-    """A master where a step would have it when it is copied back; between steps nobody uses the swap buffers."""
+    """A master where a step would have it when it is copied back; between steps the swap buffers are free."""
     if not Stage3(optimizer).is_swapped(sub_group_id):
         return master
     return _buffers(optimizer)[0].narrow(0, 0, master.numel()).copy_(master)
@@ -104,7 +104,7 @@ def not_for_steps(options: Mapping[str, Any]) -> list[dict[str, str]]:
         "it takes values from files, and ZeRO-3 copies back from memory: a master on NVMe is read, updated and written "
         "in DeepSpeed's own swap buffers"
     )
-    return [{"scheme": name, "reason": reason} for name in options["strategies"] if get_strategy(name).reads_swapped]
+    return [{"variant": name, "reason": reason} for name in options["strategies"] if get_strategy(name).reads_swapped]
 
 
 def _sub_groups(optimizer: Any) -> range:

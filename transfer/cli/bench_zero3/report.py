@@ -1,51 +1,135 @@
-"""How ``h2d bench zero3`` shows its result."""
+"""What ``h2d bench zero3`` makes of raw seconds: figures for its JSON, and tables of 80 columns."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rich.text import Text
 
-from ...nvme.mounts import MEMORY_FILE_SYSTEMS
-from ..measuring.table import console, hardware_line, make_table, mebibytes, number, verdict
-
-_TIMES = (
-    "copy-back",
-    "step s",
-    "spread\n%",
-    "times\nDeepSpeed",
-    "of the\nfloor",
-    "copy-back\ns",
-    "of the\nstep",
-    "bits",
+from ..measuring.baselines import DEEPSPEED, NO_COPY_BACK
+from ..measuring.report import (
+    Column,
+    console,
+    figures,
+    file_system_name,
+    hardware_line,
+    make_table,
+    mebibytes,
+    number,
+    plural,
+    verdict,
 )
-_MORE = ("copy-back", "iteration\ns", "times\nDeepSpeed", "pinned\nMiB", "locked\nMiB", "device\nMiB")
+from ..measuring.statistics import median_ratio, slowest, spread_percent
+
+Seconds = Sequence[float]
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One measurement, and the seconds of every variant for each round.
+
+    The copy-back that the host sees is the step's time less that of the same round without a copy-back: whatever a
+    variant does, in the copy-back or at the step's end, it can only be there.
+    """
+
+    one: Mapping[str, Any]
+    steps: Mapping[str, Seconds]
+    iterations: Mapping[str, Seconds]
+    deepspeed_rise: int | None
+
+    @property
+    def step(self) -> Seconds:
+        return self.steps[self.one["variant"]]
+
+    @property
+    def iteration(self) -> Seconds:
+        return self.iterations[self.one["variant"]]
+
+    @property
+    def copy_back(self) -> Seconds:
+        return [seconds - least for seconds, least in zip(self.step, self.steps[NO_COPY_BACK], strict=True)]
+
+    def device_bytes(self) -> int | None:
+        """Device memory above DeepSpeed's own: what the transfer holds, and what more its steps take for a while."""
+        rise = self.one["memory_rise_bytes"]
+        if rise is None or self.deepspeed_rise is None:
+            return None
+        return int(self.one["scratch_bytes"] + rise - self.deepspeed_rise)
+
+
+_STEPS = (
+    Column("copy-back", "name"),
+    Column("step\ns", "median_step_seconds", number(".3g"), lambda row: statistics.median(row.step)),
+    Column("spread\n%", "spread_percent", number(".0f"), lambda row: spread_percent(row.step)),
+    Column(
+        "times\nDeep-\nSpeed",
+        "times_deepspeed",
+        number(".2f", "x"),
+        lambda row: median_ratio(row.steps[DEEPSPEED], row.step),
+    ),
+    Column(
+        "of the\nbound",
+        "times_lower_bound",
+        number(".2f", "x"),
+        lambda row: median_ratio(row.step, row.steps[NO_COPY_BACK]),
+    ),
+    Column("copy-\nback s", "copy_back_seconds", number(".3f"), lambda row: statistics.median(row.copy_back)),
+    Column("of the\nstep", "copy_back_share", number(".0%"), lambda row: median_ratio(row.copy_back, row.step)),
+    Column("bits", "right_bits", verdict),
+)
+_ITERATIONS = (
+    Column("copy-back", "name"),
+    Column("iteration\ns", "median_iteration_seconds", number(".3g"), lambda row: statistics.median(row.iteration)),
+    Column(
+        "times\nDeep-\nSpeed",
+        "iteration_times_deepspeed",
+        number(".2f", "x"),
+        lambda row: median_ratio(row.iterations[DEEPSPEED], row.iteration),
+    ),
+    Column("pinned\nMiB", "pinned_bytes", mebibytes),
+    Column("locked\nMiB", "page_locked_bytes", mebibytes),
+    Column("device\nMiB", "device_bytes", mebibytes, _Row.device_bytes),
+)
 
 _NOTE = (
-    "Medians of {steps} step{s}, in turn; ratios are medians of the rounds' ratios. Spread: the interquartile range of "
-    "the step, in percent of its median. floor: the step with nothing copied back. copy-back: the step less the same "
-    "round's floor. pinned: memory that the scheme needs in addition; locked: masters, or DeepSpeed's swap buffers, "
-    "that it page-locks in place; device: peak memory above DeepSpeed's own. With several ranks each time is that of "
-    "the slowest."
+    "Medians of {steps}, in turn; ratios are medians of the rounds' ratios. Spread: the interquartile range of "
+    "the step, in percent of its median. bound: the lower bound, a step with no copy-back. copy-back: the step less "
+    "the same round's lower bound. pinned: memory that the variant needs in addition; locked: masters, or "
+    "DeepSpeed's swap buffers, that it page-locks in place; device: peak memory above DeepSpeed's own. With several "
+    "ranks each time is that of the slowest."
 )
+
+
+def with_figures(measurements: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Each measurement with its seconds (the slowest rank's, for each round) and ``figures``."""
+    steps = {one["variant"]: slowest(one["step_seconds_by_rank"]) for one in measurements}
+    iterations = {one["variant"]: slowest(one["iteration_seconds_by_rank"]) for one in measurements}
+    rises = {one["variant"]: one["memory_rise_bytes"] for one in measurements}
+    for one in measurements:
+        row = _Row(one, steps, iterations, rises[DEEPSPEED])
+        own = {"step_seconds": row.step, "iteration_seconds": row.iteration}
+        yield {**one, **own, "figures": figures((*_STEPS, *_ITERATIONS), row)}
 
 
 def show(report: Mapping[str, Any]) -> None:
-    """Prints the table, what could not run, and what page-locking cost."""
+    """Prints the tables, what could not run, and what page-locking cost."""
     out, engine = console(), report["engine"]
     out.print(Text(hardware_line(report["hardware"], report["ranks"])))
-    title = (
-        f"{engine['parameters']:,} parameters ({report['layers']} layers of {report['hidden']}), "
-        f"{len(engine['sub_group_elements'])} sub-groups a rank, {report['optimizer']}"
+    out.print(
+        Text(
+            f"{engine['parameters']:,} parameters ({report['layers']} layers of {report['hidden']}), "
+            f"{plural(len(engine['sub_group_elements']), 'sub-group')} a rank, {report['optimizer']}"
+            + ("" if report["nvme"] is None else f"; {swapped(report['nvme'], engine)}")
+        )
     )
-    if report["nvme"] is not None:
-        title += f"; {_swapped(report['nvme'], engine)}"
-    out.print(make_table(title, _TIMES, [[_times(one) for one in report["measurements"]]]))
-    out.print(make_table("whole iterations, and memory", _MORE, [[_more(one) for one in report["measurements"]]]))
+    rows = [{**one, "name": _name(one)} for one in report["measurements"]]
+    out.print(make_table("optimizer steps", _STEPS, [rows]))
+    out.print(make_table("whole iterations, and memory", _ITERATIONS, [rows]))
     for entry in report["not_run"]:
-        out.print(Text(f"not run: {entry['scheme']}: {entry['reason']}"))
+        out.print(Text(f"not run: {entry['variant']}: {entry['reason']}"))
     page_lock = report["page_lock"]
     if page_lock["seconds"]:
         what = "the masters" if report["nvme"] is None else "the swap buffers"
@@ -56,43 +140,16 @@ def show(report: Mapping[str, Any]) -> None:
             )
         )
     steps = max((len(one["step_seconds"]) for one in report["measurements"]), default=0)  # fewer, under a limit
-    out.print(Text(_NOTE.format(steps=steps, s="s" * (steps != 1))))
+    out.print(Text(_NOTE.format(steps=plural(steps, "step"))))
 
 
-def _swapped(nvme: Mapping[str, Any], engine: Mapping[str, Any]) -> str:
-    kind = nvme["file_system"] or "an unknown file system"
-    memory = " (which is memory and no drive)" if kind in MEMORY_FILE_SYSTEMS else ""
+def swapped(nvme: Mapping[str, Any], engine: Mapping[str, Any]) -> str:
+    """Where the optimizer's state is."""
     count, of = engine["swapped_sub_groups"], len(engine["sub_group_elements"])
-    how = ", pipelined" if nvme["pipelined"] else ""
-    return f"the state of {'all' if count == of else f'{count} of {of}'} swapped to {kind}{memory}{how}"
+    part, how = "all" if count == of else f"{count} of {of}", ", pipelined" if nvme["pipelined"] else ""
+    return f"the state of {part} swapped to {file_system_name(nvme['file_system'])}{how}"
 
 
 def _name(one: Mapping[str, Any]) -> str:
-    uses = f" ({one['selected']})" if one["scheme"] in ("default", "configured") else ""
-    return f"{one['scheme']}{uses}"
-
-
-def _times(one: Mapping[str, Any]) -> tuple[str | Text, ...]:
-    figures = one["figures"]
-    return (
-        _name(one),
-        number(figures["median_step_seconds"], ".3g"),
-        number(figures["spread_percent"], ".0f"),
-        number(figures["times_deepspeed"], ".2f", "x"),
-        number(figures["times_floor"], ".2f", "x"),
-        number(figures["copy_back_seconds"], ".3f"),
-        number(figures["copy_back_share"], ".0%"),
-        verdict(one["right_bits"]),
-    )
-
-
-def _more(one: Mapping[str, Any]) -> tuple[str | Text, ...]:
-    figures = one["figures"]
-    return (
-        _name(one),
-        number(figures["median_iteration_seconds"], ".3g"),
-        number(figures["iteration_times_deepspeed"], ".2f", "x"),
-        mebibytes(one["pinned_bytes"]),
-        mebibytes(one["page_locked_bytes"]),
-        mebibytes(figures["device_bytes"]),
-    )
+    uses = f" ({one['selected']})" if one["variant"] in ("default", "configured") else ""
+    return f"{one['variant']}{uses}"

@@ -14,18 +14,17 @@ from ...interface import HostToDeviceTransfer
 from ...registry import get_strategy
 from ...routing import build_transfer
 from ...zero3.stage3 import COPY_BACK, Stage3
-from ..measuring.baselines import DEEPSPEED, RING
-from .figures import FLOOR
+from ..measuring.baselines import DEEPSPEED, NO_COPY_BACK, RING
 from .on_nvme import masters
 
 
 @dataclass
-class Scheme:
+class Variant:
     """One copy-back, and what was measured of it on this rank.
 
     Attributes:
         name: In the table.
-        config: Of the transfer; None for DeepSpeed and the floor, which have none.
+        config: Of the transfer; None for DeepSpeed, and where nothing is copied back.
         transfer: Kept for the whole measurement, so that its buffers stay.
         page_locked_bytes: What attaching it page-locks in place, of this rank's masters.
         selected: The strategy that the policy picks for the first sub-group.
@@ -49,8 +48,8 @@ class Scheme:
 
     @property
     def copies(self) -> bool:
-        """False for the floor: the low-precision partitions are out of date after its step."""
-        return self.name != FLOOR
+        """Where it does not, the low-precision partitions are out of date after a step."""
+        return self.name != NO_COPY_BACK
 
     def close(self) -> None:
         """Gives back what the transfer has pinned; a later step pins anew."""
@@ -77,8 +76,8 @@ class Scheme:
                 delattr(optimizer, COPY_BACK)  # the class's own is found again
 
 
-def make_schemes(options: Mapping[str, Any], accelerator: Any) -> list[Scheme]:
-    """Every scheme to measure; calls no accelerator yet."""
+def make_variants(options: Mapping[str, Any], accelerator: Any) -> list[Variant]:
+    """Every variant to measure; calls no accelerator yet."""
     given = resolve_config(options["config"])
     # Without a fallback: what cannot run is listed as such, and never measured under another's name.
     ring = {"strategy": "pinned_staged", "pinned_staged": {"chunk_elements": 2**26, "buffers": 2}, "fallback": False}
@@ -90,9 +89,9 @@ def make_schemes(options: Mapping[str, Any], accelerator: Any) -> list[Scheme]:
     configs["default"] = TransferConfig()
     if options["config"] is not None:
         configs["configured"] = given
-    schemes = [Scheme(DEEPSPEED), Scheme(FLOOR)]
-    schemes += [Scheme(name, config, build_transfer(config, accelerator)) for name, config in configs.items()]
-    return schemes
+    variants = [Variant(DEEPSPEED), Variant(NO_COPY_BACK)]
+    variants += [Variant(name, config, build_transfer(config, accelerator)) for name, config in configs.items()]
+    return variants
 
 
 def rewrite(engine: Any) -> None:

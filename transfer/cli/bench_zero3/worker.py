@@ -1,10 +1,10 @@
 """The worker of ``h2d bench zero3``: one engine takes its steps with every copy-back in turn.
 
-Masters are ordinary memory for the schemes that want them so, and page-locked for those that page-lock
+Masters are ordinary memory for the variants that need them so, and page-locked for those that page-lock
 them in place; the same holds of DeepSpeed's swap buffers where masters are on NVMe. To page-lock for every
 step would cost more than the step, and two transfers cannot both page-lock the same memory. So each round
 has two halves: in the first the masters are as DeepSpeed made them; before the second, one transfer that
-does nothing else page-locks them for all schemes of that half, and is closed after it.
+does nothing else page-locks them for all variants of that half, and is closed after it.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ...accelerator_choice import AcceleratorChoice
-from ...errors import TransferError
 from ...policy import TransferPolicy
 from ...routing import build_transfer
 from ..measuring import bits
+from ..measuring.copies import refusal
 from ..measuring.hardware import describe
 from ..measuring.progress import progress
 from ..measuring.ranks import Ranks
 from .engine import describe_engine, make_engine, start_deepspeed
 from .on_nvme import as_in_a_step, masters, not_for_steps, sources
 from .transformer import random_tokens
-from .variants import Scheme, make_schemes, rewrite
+from .variants import Variant, make_variants, rewrite
 
 
 def measure(options: Mapping[str, Any], ranks: Ranks) -> dict[str, Any]:
-    """Measures the steps of every scheme. Makes DeepSpeed's process group.
+    """Measures the steps of every variant. Makes DeepSpeed's process group.
 
     Args:
         options: As ``transfer.cli.bench_zero3`` makes them.
@@ -45,16 +45,16 @@ def measure(options: Mapping[str, Any], ranks: Ranks) -> dict[str, Any]:
         closing.callback(engine.destroy)
         bench = _Bench(options, ranks, accelerator, engine)
         bench.not_run += not_for_steps(options)
-        for scheme in make_schemes(options, accelerator):
-            closing.callback(scheme.close)
-            bench.add(scheme)
-        with progress((options["steps"] + 1) * len(bench.schemes), visible=ranks.rank == 0) as advance:
+        for variant in make_variants(options, accelerator):
+            closing.callback(variant.close)
+            bench.add(variant)
+        with progress((options["steps"] + 1) * len(bench.variants), visible=ranks.rank == 0) as advance:
             bench.rounds(advance)
         return bench.result()
 
 
 class _Bench:
-    """One engine and the schemes that take turns on it."""
+    """One engine and the variants that take turns on it."""
 
     def __init__(self, options: Mapping[str, Any], ranks: Ranks, accelerator: Any, engine: Any) -> None:
         self.options = options
@@ -62,45 +62,40 @@ class _Bench:
         self.accelerator = accelerator
         self.engine = engine
         self.tokens = random_tokens(options["batch"], options["sequence"], engine.device)
-        self.schemes: list[Scheme] = []
+        self.variants: list[Variant] = []
         self.not_run: list[dict[str, str]] = []
         self.page_lock_seconds: list[float] = []
 
-    def add(self, scheme: Scheme) -> None:
-        """Takes a scheme in if it can copy here on every rank, and finds out whether it page-locks the masters."""
-        try:
-            self._try(scheme)
-            reason = None
-        except TransferError as error:
-            reason = str(error)
-        reason = next(filter(None, self.ranks.gather(reason)), None)
-        scheme.page_locked_bytes = max(self.ranks.gather(scheme.page_locked_bytes))
+    def add(self, variant: Variant) -> None:
+        """Takes a variant in if it can copy here on every rank, and finds out whether it page-locks the masters."""
+        reason = refusal(self.ranks, lambda: self._try(variant))
+        variant.page_locked_bytes = max(self.ranks.gather(variant.page_locked_bytes))
         if reason is None:
-            self.schemes.append(scheme)
+            self.variants.append(variant)
         else:
-            self.not_run.append({"scheme": scheme.name, "reason": reason})
+            self.not_run.append({"variant": variant.name, "reason": reason})
 
-    def _try(self, scheme: Scheme) -> None:
-        if scheme.transfer is None:
+    def _try(self, variant: Variant) -> None:
+        if variant.transfer is None:
             return
         partition, master = next(self._partitions())
         master = as_in_a_step(self.engine.optimizer, 0, master)
-        scheme.selected = TransferPolicy(scheme.config, self.accelerator).select(partition, master).strategy
+        variant.selected = TransferPolicy(variant.config, self.accelerator).select(partition, master).strategy
         locked_bytes = self._locked_bytes()
         started = time.perf_counter()
         try:
-            with scheme.attached(self.engine):
-                scheme.attach_seconds = time.perf_counter() - started
-                scheme.page_locked_bytes = self._locked_bytes() - locked_bytes
-                scheme.transfer.copy(partition, master)
-                # What the policy selects may still pass the copy on, where nobody could prepare the source.
-                used = [name for name, counts in scheme.transfer.stats().items() if counts.copies]
-                scheme.selected = used[0] if used else scheme.selected
+            with variant.attached(self.engine):
+                variant.attach_seconds = time.perf_counter() - started
+                variant.page_locked_bytes = self._locked_bytes() - locked_bytes
+                variant.transfer.copy(partition, master)
+                # What the policy selects may still pass the copy on, where the source could not be prepared.
+                used = [name for name, counts in variant.transfer.stats().items() if counts.copies]
+                variant.selected = used[0] if used else variant.selected
         finally:
-            scheme.close()  # the masters are ordinary memory again
+            variant.close()  # the masters are ordinary memory again
 
     def rounds(self, advance: Callable[[str], None]) -> None:
-        """One step of every scheme a round. Round 0 warms up; it and the last one are compared bit for bit."""
+        """One step of every variant a round. Round 0 warms up; it and the last one are compared bit for bit."""
         began = time.perf_counter()
         for number in range(self.options["steps"] + 1):
             spent = max(self.ranks.gather(time.perf_counter() - began))
@@ -112,65 +107,65 @@ class _Bench:
                 return
 
     def round(self, number: int, checked: bool, advance: Callable[[str], None]) -> None:
-        """One step of every scheme.
+        """One step of every variant.
 
         Args:
             number: 0 is not counted.
             checked: Whether the partitions are compared bit for bit.
             advance: Tells what has been measured.
         """
-        for scheme in self.schemes:
-            if not scheme.page_locks:
-                self._step(scheme, number > 0, checked)
-                advance(scheme.name)
-        page_locking = [scheme for scheme in self.schemes if scheme.page_locks]
+        for variant in self.variants:
+            if not variant.page_locks:
+                self._step(variant, number > 0, checked)
+                advance(variant.name)
+        page_locking = [variant for variant in self.variants if variant.page_locks]
         if not page_locking:
             return
         locked_bytes = self._locked_bytes()
-        # Held for the round, so that they are page-locked once for all of these schemes.
+        # Held for the round, so that they are page-locked once for all of these variants.
         with build_transfer(page_locking[0].config, self.accelerator) as holder:
             started = time.perf_counter()
             for memory in sources(self.engine.optimizer):
                 holder.prepare(memory)
             self.page_lock_seconds.append(time.perf_counter() - started)
-            for scheme in page_locking:
-                self._step(scheme, number > 0, checked)
-                advance(scheme.name)
-        if self._locked_bytes() > locked_bytes:  # some scheme page-locks more than the holder did
-            for scheme in page_locking:
-                scheme.close()
+            for variant in page_locking:
+                self._step(variant, number > 0, checked)
+                advance(variant.name)
+        if self._locked_bytes() > locked_bytes:  # some variant page-locks more than the holder did
+            for variant in page_locking:
+                variant.close()
 
     def _locked_bytes(self) -> int:
         """Bytes that copy-backs of this rank leave from and the device can read directly."""
         return sum(memory.nbytes for memory in sources(self.engine.optimizer) if self.accelerator.is_pinned(memory))
 
-    def _step(self, scheme: Scheme, counted: bool, checked: bool) -> None:
+    def _step(self, variant: Variant, counted: bool, checked: bool) -> None:
         memory = _DeviceMemory(self.engine)
-        with scheme.attached(self.engine):
-            self._meet()
+        with variant.attached(self.engine):
+            self._barrier()
             started = time.perf_counter()
             self.engine.backward(self.engine(self.tokens))
             self.accelerator.synchronize()
             forward_and_backward = time.perf_counter() - started
-            if checked and scheme.copies:
+            if checked and variant.copies:
                 for partition in self.engine.optimizer.fp16_partitioned_groups_flat:
                     bits.poison(partition.data)
             memory.begin()
-            self._meet()
+            self._barrier()
             started = time.perf_counter()
             self.engine.step()
             self.accelerator.synchronize()
             step = time.perf_counter() - started
         if counted:
-            scheme.step_seconds.append(step)
-            scheme.iteration_seconds.append(forward_and_backward + step)
-            scheme.memory_rises += memory.rise()
-        right = not (checked and scheme.copies) or all(bits.same_bits(*pair) for pair in self._partitions())
-        scheme.right_bits &= right
-        if not all(self.ranks.gather(right)) or not scheme.copies:
-            rewrite(self.engine)  # so that the next scheme begins with the right model
+            variant.step_seconds.append(step)
+            variant.iteration_seconds.append(forward_and_backward + step)
+            variant.memory_rises += memory.rise()
+        right = not (checked and variant.copies) or all(bits.same_bits(*pair) for pair in self._partitions())
+        variant.right_bits &= right
+        if not all(self.ranks.gather(right)) or not variant.copies:
+            rewrite(self.engine)  # so that the next variant begins with the right model
 
-    def _meet(self) -> None:
+    def _barrier(self) -> None:
         """Every rank begins what follows at once, with nothing left to do on its device."""
         self.accelerator.synchronize()
         self.ranks.barrier()
@@ -187,34 +182,27 @@ class _Bench:
             "hardware": describe(self.accelerator),
             "engine": describe_engine(self.engine),
             "page_lock": {"seconds_by_rank": self.ranks.gather(self.page_lock_seconds)},
-            "measurements": [self._measurement(scheme) for scheme in self.schemes],
+            "measurements": [self._measurement(variant) for variant in self.variants],
             "not_run": self.not_run,
         }
 
-    def _measurement(self, scheme: Scheme) -> dict[str, Any]:
-        transfer = scheme.transfer
+    def _measurement(self, variant: Variant) -> dict[str, Any]:
+        transfer = variant.transfer
         own = {
-            "step_seconds": scheme.step_seconds,
-            "iteration_seconds": scheme.iteration_seconds,
-            "right_bits": scheme.right_bits,
-            "attach_seconds": scheme.attach_seconds,
+            "attach_seconds": variant.attach_seconds,
             "pinned_bytes": 0 if transfer is None else transfer.pinned_bytes,
             "scratch_bytes": 0 if transfer is None else transfer.scratch_bytes,
-            "memory_rise_bytes": max(scheme.memory_rises, default=None),
+            "memory_rise_bytes": max(variant.memory_rises, default=None),
         }
-        every = self.ranks.gather(own)
-        largest = {
-            key: max((one[key] for one in every if one[key] is not None), default=None)
-            for key in ("attach_seconds", "pinned_bytes", "scratch_bytes", "memory_rise_bytes")
-        }
+        right_bits = self.ranks.gather(variant.right_bits)
         return {
-            "scheme": scheme.name,
-            "selected": scheme.selected,
-            "page_locked_bytes": scheme.page_locked_bytes,
-            "right_bits": all(one["right_bits"] for one in every) if scheme.copies else None,
-            **largest,
-            "step_seconds_by_rank": [one["step_seconds"] for one in every],
-            "iteration_seconds_by_rank": [one["iteration_seconds"] for one in every],
+            "variant": variant.name,
+            "selected": variant.selected,
+            "page_locked_bytes": variant.page_locked_bytes,
+            "right_bits": all(right_bits) if variant.copies else None,
+            **self.ranks.largest(own),
+            "step_seconds_by_rank": self.ranks.gather(variant.step_seconds),
+            "iteration_seconds_by_rank": self.ranks.gather(variant.iteration_seconds),
         }
 
 

@@ -1,4 +1,4 @@
-"""What strategies are compared with: the ways in which others bring master weights to the device, and the wire.
+"""What strategies are compared with: the ways in which others bring master weights to the device, and the link.
 
 They have the interface of a strategy but are registered nowhere: most of them need memory in
 proportion to the model, or values that are on the host in another dtype already.
@@ -20,12 +20,13 @@ from ...in_flight import FINISHED, InFlightCopy
 from ...interface import HostToDeviceTransfer
 from ...registry import get_strategy
 
-#: Names that other figures refer to.
+#: Names that other figures refer to. The last one is of `h2d bench zero3`: a lower bound of its steps.
 DEEPSPEED = "deepspeed"
-WIRE = "wire"
+LINK = "link"
 RING = "ring 2 x 2^26"
+NO_COPY_BACK = "no copy-back"
 
-WIRE_CHUNK_BYTES = 16 * 2**20
+_LINK_CHUNK_BYTES = 16 * 2**20
 
 
 class Baseline(HostToDeviceTransfer):
@@ -112,22 +113,21 @@ class PinnedMaster(Baseline):
         self.accelerator.enqueue_copy(destination, scratch)
 
 
-class PinnedTwin(Baseline):
-    """What ZeRO-1 and ZeRO-2 do: a pinned low-precision twin of the whole partition, filled on the host."""
+class PinnedLowPrecision(Baseline):
+    """What ZeRO-1 and ZeRO-2 do: a pinned low-precision copy of the whole partition, filled on the host."""
 
-    summary = "cast into a pinned twin of the whole partition, one copy (ZeRO-1, ZeRO-2)"
+    summary = "cast into pinned memory for the whole partition, one copy (ZeRO-1, ZeRO-2)"
 
     def prepare(self, source: Tensor) -> None:
         self._pin(source, self._dtype)
 
     def _copy(self, destination: Tensor, source: Tensor) -> None:
-        twin = self._pinned[0]
-        twin.copy_(source)
-        self.accelerator.enqueue_copy(destination, twin)
+        self._pinned[0].copy_(source)
+        self.accelerator.enqueue_copy(destination, self._pinned[0])
 
 
-class Wire(Baseline):
-    """The least time possible: values cast and pinned beforehand cross in chunks, with nothing to wait for."""
+class Link(Baseline):
+    """The least time possible: values cast and pinned beforehand are copied in chunks, with nothing to wait for."""
 
     summary = "nothing but the destination's bytes from pinned memory, 16 MiB at a time"
 
@@ -135,31 +135,31 @@ class Wire(Baseline):
         self._pin(source, self._dtype).copy_(source)
 
     def _copy(self, destination: Tensor, source: Tensor) -> None:  # noqa: ARG002 - cast beforehand
-        chunk_elements = WIRE_CHUNK_BYTES // self._dtype.itemsize
+        chunk_elements = _LINK_CHUNK_BYTES // self._dtype.itemsize
         chunks = zip(
             torch.split(destination, chunk_elements), torch.split(self._pinned[0], chunk_elements), strict=True
         )
-        for target, piece in chunks:
-            self.accelerator.enqueue_copy(target, piece)
+        for target, values in chunks:
+            self.accelerator.enqueue_copy(target, values)
 
 
 def make_baselines(accelerator: Accelerator, dtype: torch.dtype) -> dict[str, HostToDeviceTransfer]:
     """Each baseline by its name, in the order of a table; pins nothing yet."""
     ring = get_strategy("pinned_staged")({"chunk_elements": 2**26, "buffers": 2}, accelerator, fallback=False)
     return {
-        WIRE: Wire(accelerator, dtype),
+        LINK: Link(accelerator, dtype),
         DEEPSPEED: DeepSpeedCopy(accelerator, dtype),
         RING: ring,
         "pinned master": PinnedMaster(accelerator, dtype),
-        "pinned twin": PinnedTwin(accelerator, dtype),
+        "pinned low-precision copy": PinnedLowPrecision(accelerator, dtype),
     }
 
 
 #: What each baseline stands for, for the legend of a table.
 SUMMARIES: Mapping[str, str] = {
-    WIRE: Wire.summary,
+    LINK: Link.summary,
     DEEPSPEED: DeepSpeedCopy.summary,
     RING: "the staging ring as first proposed: two pinned buffers of 2^26 elements",
     "pinned master": PinnedMaster.summary,
-    "pinned twin": PinnedTwin.summary,
+    "pinned low-precision copy": PinnedLowPrecision.summary,
 }

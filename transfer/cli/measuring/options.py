@@ -1,4 +1,4 @@
-"""What both forms of ``h2d bench`` take from the command line, and how they start their worker."""
+"""What the measuring commands take from the command line, and how they start their worker."""
 
 from __future__ import annotations
 
@@ -14,17 +14,46 @@ from .ranks import RanksFailedError, launch
 
 def add_common_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options that every measurement has."""
-    parser.add_argument("--ranks", type=count, default=1, metavar="N", help="processes at the same time (default 1)")
+    parser.set_defaults(command=" ".join(parser.prog.split()[:2]))
+    add = parser.add_argument
+    add("--ranks", type=count, default=1, metavar="N", help="processes at the same time (default 1)")
+    add("--accelerator", metavar="NAME", help="a registered name; default: what DeepSpeed chooses")
+    add("--config", metavar="FILE", help="a YAML file with strategies' sections; default: $H2D_CONFIG")
+    add("--threads", type=count, metavar="N", help="host threads of each rank")
+    add("--json", action="store_true", help="print the result as JSON, with every raw measurement")
+
+
+def add_strategies_option(parser: argparse.ArgumentParser) -> None:
+    """Adds what ``choices`` reads."""
     parser.add_argument(
         "--strategies",
         nargs="*",
         metavar="NAME",
         help="only these, or without a name baselines alone; default: all",
     )
-    parser.add_argument("--accelerator", metavar="NAME", help="a registered name; default: what DeepSpeed chooses")
-    parser.add_argument("--config", metavar="FILE", help="a YAML file with strategies' sections; default: $H2D_CONFIG")
-    parser.add_argument("--threads", type=count, metavar="N", help="host threads of each rank")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON, with every raw measurement")
+
+
+def check_accelerator(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Sets ``options.accelerator`` from the configuration if need be. Ends the program with status 2 where it is wrong.
+
+    Args:
+        parser: Tells what is wrong.
+        options: Those of the command line.
+    """
+    from accelerators import AcceleratorError
+    from accelerators.registry import available_accelerators, explain_unknown
+
+    from ...config_file import resolve_config
+    from ...errors import ConfigError
+
+    try:
+        if options.accelerator is not None and options.accelerator not in available_accelerators():
+            parser.error(f"argument --accelerator: {explain_unknown(options.accelerator)}")
+        config = resolve_config(options.config)
+    except (ConfigError, AcceleratorError) as error:
+        parser.error(str(error))
+    if options.accelerator is None:
+        options.accelerator = config.accelerator
 
 
 def choices(parser: argparse.ArgumentParser, options: argparse.Namespace, *, also: Collection[str] = ()) -> list[str]:
@@ -35,28 +64,16 @@ def choices(parser: argparse.ArgumentParser, options: argparse.Namespace, *, als
         options: Those of the command line.
         also: Names that stand for no strategy and are right all the same.
     """
-    from accelerators import AcceleratorError
-    from accelerators.registry import available_accelerators, explain_unknown
-
-    from ...config_file import resolve_config
-    from ...errors import ConfigError, UnknownStrategyError
+    from ...errors import UnknownStrategyError
     from ...registry import get_strategy, strategy_names
 
-    if options.accelerator is not None and options.accelerator not in available_accelerators():
-        parser.error(f"argument --accelerator: {explain_unknown(options.accelerator)}")
+    check_accelerator(parser, options)
     try:
-        config = resolve_config(options.config)
-        if options.accelerator is None:
-            options.accelerator = config.accelerator
-        for name in options.strategies or ():
-            if name not in also:
-                get_strategy(name)
+        for name in set(options.strategies or ()) - set(also):
+            get_strategy(name)
     except UnknownStrategyError as error:
         parser.error(f"argument --strategies: {error}")
-    except (ConfigError, AcceleratorError) as error:
-        parser.error(str(error))
-    chosen = strategy_names() if options.strategies is None else options.strategies
-    return list(dict.fromkeys(chosen))
+    return list(dict.fromkeys(strategy_names() if options.strategies is None else options.strategies))
 
 
 def run_worker(worker: str, given: Mapping[str, Any], options: argparse.Namespace, **how: bool) -> Any | None:
@@ -77,5 +94,11 @@ def run_worker(worker: str, given: Mapping[str, Any], options: argparse.Namespac
         with contextlib.redirect_stdout(sys.stderr):
             return launch(worker, given, options.ranks, threads=options.threads, **how)
     except (TransferError, AcceleratorError, RanksFailedError) as error:
-        print(f"h2d bench: {error}", file=sys.stderr)
+        fail(options, error)
         return None
+
+
+def fail(options: argparse.Namespace, error: object) -> int:
+    """Tells what went wrong on the standard error; returns the exit status."""
+    print(f"{options.command}: {error}", file=sys.stderr)
+    return 1

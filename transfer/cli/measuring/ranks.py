@@ -31,6 +31,11 @@ class Ranks:
 
             torch.distributed.barrier()
 
+    def largest(self, own: Mapping[str, Any]) -> dict[str, Any]:
+        """For each key the largest value of any rank; None where no rank has one."""
+        every = self.gather(dict(own))
+        return {key: max((one[key] for one in every if one[key] is not None), default=None) for key in own}
+
     def gather(self, value: Any) -> list[Any]:
         """The value of every rank, on every rank, in order. Blocks until all have given theirs."""
         if self.size == 1:

@@ -10,28 +10,28 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 
-def in_blocks(
+def in_requests(
     pool: ThreadPoolExecutor,
     threads: int,
     num_bytes: int,
-    block_bytes: int,
+    request_bytes: int,
     move: Callable[[int, int, int], None],
     most_seconds: float = float("inf"),
 ) -> int:
-    """Lets threads take block after block, from the beginning on, until all are done or the time is over.
+    """Lets threads take request after request, from the beginning on, until all are done or the time is over.
 
     Args:
         pool: Has so many threads.
         threads: How many of them take part.
-        num_bytes: Of all blocks; the last one may be short.
-        block_bytes: Of each.
-        move: Called with the number of the thread, the offset of a block and its length.
-        most_seconds: No thread begins another block later.
+        num_bytes: Of all requests; the last one may be short.
+        request_bytes: Of each.
+        move: Called with the number of the thread, the offset of a request and its length.
+        most_seconds: No thread begins another request later.
 
     Returns:
-        Bytes of the blocks that were moved.
+        Bytes of the requests that were done.
     """
-    offsets = itertools.count(0, block_bytes)
+    offsets = itertools.count(0, request_bytes)
     started = time.perf_counter()
 
     def work(thread: int) -> int:
@@ -39,7 +39,7 @@ def in_blocks(
         for offset in offsets:  # shared by the threads
             if offset >= num_bytes or (moved and time.perf_counter() - started > most_seconds):
                 break
-            length = min(block_bytes, num_bytes - offset)
+            length = min(request_bytes, num_bytes - offset)
             move(thread, offset, length)
             moved += length
         return moved
@@ -47,7 +47,7 @@ def in_blocks(
     return sum(pool.map(work, range(threads)))
 
 
-def read_block(descriptor: int, memory: memoryview, offset: int) -> None:
+def read_request(descriptor: int, memory: memoryview, offset: int) -> None:
     """Fills the memory from a file.
 
     Raises:
@@ -56,7 +56,7 @@ def read_block(descriptor: int, memory: memoryview, offset: int) -> None:
     _all_of(os.preadv, descriptor, memory, offset)
 
 
-def write_block(descriptor: int, memory: memoryview, offset: int) -> None:
+def write_request(descriptor: int, memory: memoryview, offset: int) -> None:
     """Writes the memory to a file.
 
     Raises:

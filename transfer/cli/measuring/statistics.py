@@ -24,8 +24,3 @@ def median_ratio(numerators: Sequence[float] | None, denominators: Sequence[floa
     if numerators is None:
         return None
     return statistics.median(above / below for above, below in zip(numerators, denominators, strict=True))
-
-
-def median_difference(minuends: Sequence[float], subtrahends: Sequence[float]) -> float:
-    """The median of the rounds' differences."""
-    return statistics.median(more - less for more, less in zip(minuends, subtrahends, strict=True))

@@ -1,4 +1,4 @@
-"""What `h2d tune --nvme` measures: writing and reading a file, in blocks of several sizes, by several threads."""
+"""What `h2d tune --nvme` measures: writing and reading a file, in requests of several sizes, by several threads."""
 
 from __future__ import annotations
 
@@ -16,13 +16,11 @@ from ...nvme.new_file import created, not_written
 from ...nvme.open_file import NOT_DIRECT
 from ...nvme.swap_directory import OwnedFile, swap_directory
 from ..measuring.ranks import Ranks
-from ..measuring.raw_io import in_blocks, read_block, write_block
+from ..measuring.raw_io import in_requests, read_request, write_request
 
-#: `nvme_swapped` reads one chunk of 16 MiB after the other: larger blocks would leave threads without work.
-BLOCKS = (2**18, 2**20, 2**21, 2**22)
+#: `nvme_swapped` reads one chunk of 16 MiB after the other: larger requests would leave threads without work.
+REQUESTS = (2**18, 2**20, 2**21, 2**22)
 THREADS = (1, 4, 8, 12, 16)
-#: A combination with more threads or larger blocks must gain this much.
-_WORTH_MORE = 0.02
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,7 @@ class Bounds:
     Attributes:
         file_bytes: Of each rank's file.
         fill_seconds: The file is made no larger than is written in so long.
-        cell_seconds: No block is begun later in a measurement.
+        cell_seconds: No request is begun later in a measurement.
     """
 
     file_bytes: int = 2**29
@@ -49,41 +47,32 @@ def measure_drive(directory: str, ranks: Ranks, bounds: Bounds) -> dict[str, Any
     own = swap_directory(directory)
     path = own.new_path("h2d-tune")
     owned = OwnedFile(path, own)
+    cells = list(itertools.product(REQUESTS, THREADS))
+    rates = []
     try:
         with created(path, bounds.file_bytes) as (cached, past), ThreadPoolExecutor(max(THREADS)) as pool:
             direct = _writes_directly(past)
             file = _File(past if direct and past is not None else cached, direct, pool)
-            # What is measured afterwards is written over, as swap files are, and nothing is read that is not there.
-            filled, _ = file.run(True, BLOCKS[-1], 4, bounds.file_bytes, bounds.fill_seconds)
-            cells = list(itertools.product((True, False), BLOCKS, THREADS))
-            rates = []
-            for writes, block_bytes, threads in cells:
+            # Filled first: writes are measured over old values, as in swap files, and reads of what is there.
+            filled, _ = file.run(True, REQUESTS[-1], 4, bounds.file_bytes, bounds.fill_seconds)
+            for writes, (request_bytes, threads) in itertools.product((True, False), cells):
                 ranks.barrier()
-                num_bytes, seconds = file.run(writes, block_bytes, threads, filled, bounds.cell_seconds)
-                rates.append(num_bytes / max(seconds, 1e-9))
+                num_bytes, seconds = file.run(writes, request_bytes, threads, filled, bounds.cell_seconds)
+                rates.append(float(f"{num_bytes / max(seconds, 1e-9):.4g}"))
     except OSError as error:
         raise not_written(error, "the drive cannot be measured", path, bounds.file_bytes) from error
     finally:
         owned.delete()
     slowest = [min(of_ranks) for of_ranks in zip(*ranks.gather(rates), strict=True)]
-    found: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
-    for (writes, block_bytes, threads), rate in zip(cells, slowest, strict=True):
-        found[writes].append({"block_bytes": block_bytes, "threads": threads, "bytes_per_second": rate})
+    written, read = slowest[: len(cells)], slowest[len(cells) :]
+    names = ("request_bytes", "threads", "read_bytes_per_second", "written_bytes_per_second")
     return {
         "file_system": file_system(own.path) or "unknown",
         "direct": all(ranks.gather(direct)),
-        "read": found[False],
-        "write": found[True],
-        "best_read": best(found[False]),
-        "best_write": best(found[True]),
+        "rates": [
+            dict(zip(names, (*cell, *both), strict=True)) for cell, *both in zip(cells, read, written, strict=True)
+        ],
     }
-
-
-def best(rates: list[dict[str, Any]]) -> dict[str, Any]:
-    """The fewest threads, and then the smallest blocks, that are within 2% of the highest rate."""
-    highest = max(one["bytes_per_second"] for one in rates)
-    enough = [one for one in rates if one["bytes_per_second"] >= highest * (1 - _WORTH_MORE)]
-    return min(enough, key=lambda one: (one["threads"], one["block_bytes"]))
 
 
 class _File:
@@ -94,33 +83,33 @@ class _File:
         self._direct = direct
         self._pool = pool
         # Random, as some drives compress; one for each thread.
-        noise = os.urandom(BLOCKS[-1])
-        self._memory = [aligned_empty(BLOCKS[-1]) for _ in range(max(THREADS))]
+        noise = os.urandom(REQUESTS[-1])
+        self._memory = [aligned_empty(REQUESTS[-1]) for _ in range(max(THREADS))]
         for memory in self._memory:
             buffer_of(memory)[:] = noise
 
     def run(
-        self, writes: bool, block_bytes: int, threads: int, most_bytes: int, most_seconds: float
+        self, writes: bool, request_bytes: int, threads: int, most_bytes: int, most_seconds: float
     ) -> tuple[int, float]:
-        """Block after block from the beginning, until all are done or the time is over.
+        """Request after request from the beginning, until all are done or the time is over.
 
         Returns:
             Bytes, and the seconds that they took.
         """
         if not self._direct and not writes and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        block = write_block if writes else read_block
+        request = write_request if writes else read_request
 
         def move(thread: int, offset: int, length: int) -> None:
             memory = buffer_of(self._memory[thread])[:length]
-            block(self._descriptor, memory, offset)
+            request(self._descriptor, memory, offset)
             # As `swap_out` and `nvme_swapped` do; without it, fewer threads would seem to be enough.
             checksums_of(memory, length)
 
-        most_bytes -= most_bytes % min(block_bytes, most_bytes)  # whole blocks
+        most_bytes -= most_bytes % min(request_bytes, most_bytes)  # whole requests
         started = time.perf_counter()
-        moved = in_blocks(self._pool, threads, most_bytes, block_bytes, move, most_seconds)
-        if writes and not self._direct:  # else it would be the page cache that is written to
+        moved = in_requests(self._pool, threads, most_bytes, request_bytes, move, most_seconds)
+        if writes and not self._direct:  # else the page cache would be what is written to
             os.fsync(self._descriptor)
         return moved, time.perf_counter() - started
 

@@ -1,0 +1,99 @@
+"""Reports as data: a table is a title and its columns, and a column is one entry in a list."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from ...nvme.mounts import MEMORY_FILE_SYSTEMS
+
+#: Of lines; where the output is no terminal, its width is unknown. Tables fit into 80.
+_UNKNOWN_WIDTH = 180
+
+
+def number(form: str, unit: str = "", scale: float = 1) -> Callable[[float | None], str]:
+    """Writes a figure; a dash where it was not measured."""
+    return lambda value: "-" if value is None else f"{value * scale:{form}}{unit}"
+
+
+def mebibytes(value: int | None) -> str:
+    return "-" if value is None else f"{value / 2**20:,.1f}" if value else "0"
+
+
+def verdict(right_bits: bool | None) -> Text:
+    """Of the comparison with ``source.to(dtype)``; None: there is nothing to compare."""
+    if right_bits is None:
+        return Text("-")
+    return Text("equal", style="green") if right_bits else Text("WRONG", style="bold red")
+
+
+class Column(NamedTuple):
+    """One column of a table, and one figure of the JSON where it has to be computed.
+
+    Attributes:
+        title: In the table.
+        key: Of the measurement, or of its ``figures``.
+        show: Makes text of the value.
+        figure: Computes the value from a row; None where the measurement has it already.
+    """
+
+    title: str
+    key: str
+    show: Callable[[Any], str | Text] = str
+    figure: Callable[[Any], Any] | None = None
+
+
+def figures(columns: Iterable[Column], row: Any) -> dict[str, Any]:
+    """The figures of one row, by the keys of their columns."""
+    return {column.key: column.figure(row) for column in columns if column.figure is not None}
+
+
+def make_table(title: str, columns: Sequence[Column], groups: Iterable[Sequence[Mapping[str, Any]]]) -> Group:
+    """A table of measurements whose first column is a name, shown whole; a line under each group of rows."""
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
+    for index, column in enumerate(columns):
+        table.add_column(column.title, justify="right" if index else "left", no_wrap=not index)
+    for rows in groups:
+        for row in rows:
+            found = {**row, **row.get("figures", {})}
+            table.add_row(*(column.show(found.get(column.key)) for column in columns))
+        table.add_section()
+    return Group("", Text(title, style="italic"), table)
+
+
+def console() -> Console:
+    """Writes to the standard output of the moment."""
+    out = Console(file=sys.stdout, highlight=False)
+    return out if out.is_terminal else Console(file=sys.stdout, highlight=False, width=_UNKNOWN_WIDTH)
+
+
+def plural(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count != 1)}"
+
+
+def hardware_line(hardware: Mapping[str, Any], ranks: int) -> str:
+    device = hardware["device"] or hardware["accelerator"]
+    return (
+        f"{device}; {hardware['cpu']}, {hardware['cores']} cores; {plural(ranks, 'rank')} with "
+        f"{plural(hardware['threads'], 'host thread')}; torch {hardware['torch']}, "
+        f"DeepSpeed {hardware['deepspeed']}; {hardware['date']}"
+    )
+
+
+def file_system_name(kind: str | None) -> str:
+    """What files are on, and a warning where that is no drive."""
+    return f"{kind or 'an unknown file system'}{' (which is memory: no drive)' if kind in MEMORY_FILE_SYSTEMS else ''}"
+
+
+def legend(summaries: Iterable[tuple[str, str]]) -> Table:
+    """Names and what they stand for."""
+    grid = Table.grid(padding=(0, 2))
+    for name, summary in summaries:
+        grid.add_row(Text(name), Text(summary))
+    return grid
