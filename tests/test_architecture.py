@@ -32,7 +32,7 @@ LAYERS = [
 ]
 DEPTH = {room: depth for depth, row in enumerate(LAYERS) for room in row}
 #: What starts no device and no deepspeed only because it is imported late.
-DEEPSPEED = ("accelerators/", "transfer/zero3/", "transfer/cli/bench_zero3/")
+DEEPSPEED = ("accelerators/", "transfer/zero3/", "transfer/cli/bench_zero3/", "transfer/cli/demo/")
 
 
 def module_of(path):

@@ -118,3 +118,15 @@ __all__ = [
     "strategy_names",
     "unregister_strategy",
 ]
+
+
+def __getattr__(name: str) -> str:
+    """``__version__``, read when it is asked for: ``pyproject.toml`` alone says it."""
+    if name != "__version__":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("host-to-device-transfer")
+    except PackageNotFoundError as error:
+        raise AttributeError("host-to-device-transfer is not installed, so its version is not known") from error

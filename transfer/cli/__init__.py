@@ -14,6 +14,7 @@ COMMANDS = {
         "transfer.cli.bench_copy.command",
         "measure strategies and baselines; `h2d bench zero3` measures whole steps",
     ),
+    "demo": ("transfer.cli.demo.command", "train a small model here and compare every bit with DeepSpeed alone"),
     "run": ("transfer.cli.run", "run a training script with every ZeRO-3 engine attached, without a change to it"),
     "tune": ("transfer.cli.tune.command", "measure this machine and write the profile that `strategy: measured` uses"),
 }

@@ -29,6 +29,8 @@ def start_deepspeed(accelerator: Any) -> None:
     # DeepSpeed reports at length, and calls collectives that newer versions of torch warn of.
     deepspeed.utils.logger.setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    # On a CPU, init_distributed would compile an op for minutes; gloo does the same work.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if hasattr(accelerator, "as_deepspeed"):
         set_accelerator(accelerator.as_deepspeed())
     elif get_accelerator()._name != accelerator.name:
@@ -45,7 +47,7 @@ def make_engine(options: Mapping[str, Any], accelerator: Any) -> Any:
 
     Args:
         options: ``layers``, ``hidden``, ``sub_groups``, ``optimizer``, ``batch``, ``nvme`` and ``nvme_pipeline``, as
-            on the command line.
+            on the command line; ``learning_rate``, if other than one that is small enough for random tokens.
         accelerator: Where ``start_deepspeed`` let DeepSpeed run.
 
     Raises:
@@ -69,7 +71,7 @@ def make_engine(options: Mapping[str, Any], accelerator: Any) -> Any:
     # DeepSpeed closes a sub-group when it has reached this size, so at most as many as wanted come out.
     size = config["zero_optimization"]["sub_group_size"] = -(-share // options["sub_groups"])
     check_lock_limit(offload, size + max(parameter.ds_tensor.numel() for parameter in parameters))
-    optimizer = _optimizer(options["optimizer"], model)
+    optimizer = _optimizer(options["optimizer"], model, options.get("learning_rate", 1e-5))
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
     if options["nvme"] is not None:
         check_swapped(engine.optimizer)
@@ -79,15 +81,15 @@ def make_engine(options: Mapping[str, Any], accelerator: Any) -> Any:
     return engine
 
 
-def _optimizer(name: str, model: Transformer) -> Any:
-    """An optimizer that runs on the host; small steps, so that random tokens do no harm."""
+def _optimizer(name: str, model: Transformer, learning_rate: float) -> Any:
+    """An optimizer that runs on the host."""
     if name == "adamw":
         from torch.optim import AdamW
 
-        return AdamW(model.parameters(), lr=1e-5)
+        return AdamW(model.parameters(), lr=learning_rate)
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    return DeepSpeedCPUAdam(model.parameters(), lr=1e-5)
+    return DeepSpeedCPUAdam(model.parameters(), lr=learning_rate)
 
 
 def describe_engine(engine: Any) -> dict[str, Any]:

@@ -1,0 +1,158 @@
+"""``h2d demo``: is everything installed, does it run here, and are the bits the same?"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..measuring.quantities import count
+from ..measuring.ranks import RanksFailedError, launch
+
+SCHEMA_VERSION = 1
+_SIMULATED = "simulated"
+
+_DESCRIPTION = """\
+Trains a small language model twice under DeepSpeed ZeRO-3 with the optimizer on
+the host: first with this package, then under DeepSpeed alone. Both runs start
+from the same weights and see the same text, the reference manual that comes with
+Python. The weights must agree in every bit at the end.
+
+Without an accelerator the demo takes the simulated one: host memory that poses
+as a device, where copies happen as late as the program allows. A missing wait
+shows up there as wrong values. Its times say nothing about a real device.
+"""
+
+_EPILOG = """\
+examples:
+  h2d demo                         what most people want
+  h2d demo --accelerator simulated the same on a machine with GPUs, without them
+  h2d demo --config transfer.yaml  with strategies of your own choice
+  h2d demo --json > demo.json      with every loss and the seconds of every step
+
+next: add `zero3.attach(engine)` to your script, or start it by `h2d run`.
+
+Exit status: 0 if no element differs; 1 if one does, if no copy went through this
+package, or if a rank failed; 2 if an argument is wrong; 130 after Ctrl-C.
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Trains twice, prints the comparison and returns the exit status."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    chosen = _accelerator(parser, options)
+    ranks = options.ranks or (2 if chosen == _SIMULATED else min(2, _devices()))
+    optimizer, reason = _optimizer(options.optimizer)
+    if reason is not None:
+        if options.optimizer == "cpu_adam":
+            print(f"h2d demo: {reason}", file=sys.stderr)
+            return 1
+        _say(f"{reason} torch's AdamW updates the weights instead of DeepSpeed's CPU Adam.")
+    _say(f"Training {options.steps} steps twice on {ranks} rank{'s' * (ranks > 1)}: under a minute on most machines.")
+    given = {"accelerator": chosen, "config": options.config, "steps": options.steps, "optimizer": optimizer}
+    try:
+        result = launch("transfer.cli.demo.worker:train_twice", given, ranks, spawn=True, process_group=False)
+    except RanksFailedError as error:
+        print(f"h2d demo: {error}", file=sys.stderr)
+        return 1
+    report = {
+        "schema_version": SCHEMA_VERSION,
+        "command": "demo",
+        "ranks": ranks,
+        **given,
+        "optimizer_reason": reason,
+        **result,
+    }
+    if options.json:
+        print(json.dumps(report, indent=1))
+    else:
+        from .report import show
+
+        show(report)
+    return 0 if agrees(report) else 1
+
+
+def agrees(report: Mapping[str, Any]) -> bool:
+    """Whether this package made copies and every element of the weights is the same as without it."""
+    ours, _ = report["runs"]
+    return ours["copies"] > 0 and report["elements_that_differ"] == 0
+
+
+def _accelerator(parser: argparse.ArgumentParser, options: argparse.Namespace) -> str:
+    """The accelerator's name. Ends the program with status 2 where the name or the configuration is wrong."""
+    with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed's warning that there is no GPU: said below
+        from accelerators import AcceleratorError, get_accelerator
+        from accelerators.registry import available_accelerators, explain_unknown
+
+        from ...config_file import resolve_config
+        from ...errors import ConfigError
+
+        if options.accelerator is not None and options.accelerator not in available_accelerators():
+            parser.error(f"argument --accelerator: {explain_unknown(options.accelerator)}")
+        try:
+            asked = options.accelerator or resolve_config(options.config).accelerator
+            chosen = get_accelerator(asked)
+        except (ConfigError, AcceleratorError) as error:
+            parser.error(str(error))
+        reason = chosen.unavailable_reason()
+    if reason is not None:
+        parser.error(f"accelerator {chosen.name}: {reason}")
+    name = chosen.name
+    if asked is None and name == "cpu":
+        _say("There is no accelerator here: the simulated one takes its place.")
+        name = _SIMULATED
+    if name == _SIMULATED:
+        os.environ["DS_ACCELERATOR"] = "cpu"  # for the ranks: what DeepSpeed computes with is the host
+    return name
+
+
+def _devices() -> int:
+    from deepspeed.accelerator import get_accelerator
+
+    return max(1, int(get_accelerator().device_count()))
+
+
+def _optimizer(asked: str) -> tuple[str, str | None]:
+    """The optimizer that can run here, and why it is not CPU Adam where that was wanted."""
+    if asked == "adamw":
+        return "adamw", None
+    from ..measuring import cpu_adam
+
+    # For the ranks: they must find what is compiled here, and ninja where the environment is not activated.
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(cpu_adam.extensions_directory())
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    reason = cpu_adam.compile_once(_say)
+    return ("cpu_adam", None) if reason is None else ("adamw", reason)
+
+
+def _say(sentence: str) -> None:
+    print(sentence, file=sys.stderr, flush=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="h2d demo",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--accelerator", metavar="NAME", help="a registered name; default: what is there, else simulated")
+    add("--config", metavar="FILE", help="a YAML file; default: $H2D_CONFIG, else the defaults")
+    add("--steps", type=count, default=20, metavar="N", help="of each run (default 20)")
+    add("--ranks", type=count, metavar="N", help="default: 2, or 1 where there is one device")
+    add(
+        "--optimizer",
+        choices=("auto", "cpu_adam", "adamw"),
+        default="auto",
+        help="cpu_adam: DeepSpeed's, which is compiled once; adamw: torch's own; auto (default): cpu_adam if it can be",
+    )
+    add("--json", action="store_true", help="print the result as JSON")
+    return parser
