@@ -120,7 +120,7 @@ class RoutedTransfer(HostToDeviceTransfer):
         while True:
             strategy._counters.add(passed_on=1)
             if strategy.why_not(destination, source) is None:  # else it was overtaken, by an `unprepare` perhaps
-                self._warn(f"{refused[-1]} {strategy.config}", f"{reason} The copy takes a slower way")
+                self._warn(refused[-1], f"{reason} The copy takes a slower way")
             simpler = self._simplified(strategy)
             if simpler is not None:
                 strategy = simpler

@@ -6,7 +6,7 @@ from unittest import mock
 
 import torch
 
-from transfer import NvmeSwappedTransfer, nvme
+from transfer import NvmeSwappedTransfer, build_transfer, nvme
 
 #: Values of the smallest chunk that holds the bytes under one checksum, as `swap_out` here writes them.
 CHUNK = 2**16
@@ -75,6 +75,12 @@ def make(accelerator, **options):
     return NvmeSwappedTransfer(
         accelerator=accelerator, **{"chunk_elements": CHUNK, "buffers": 4, "threads": 2, **options}
     )
+
+
+def routed(accelerator, *, fallback=True, **options):
+    """As ``make``, of a transfer that falls back."""
+    section = {"chunk_elements": CHUNK, "buffers": 4, "threads": 2, **options}
+    return build_transfer({"nvme_swapped": section, "fallback": fallback}, accelerator)
 
 
 def device_copy(transfer, swapped, dtype=None):
