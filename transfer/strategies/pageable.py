@@ -21,4 +21,4 @@ class PageableTransfer(HostToDeviceTransfer):
     name = "pageable"
 
     def _submit(self, destination: Tensor, source: Tensor) -> InFlightCopy:
-        return finished_copy(self._accelerator, destination, source, self._counters)
+        return finished_copy(self.accelerator, destination, source, self._counters)
