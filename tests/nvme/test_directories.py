@@ -436,6 +436,22 @@ def test_a_run_that_ends_while_it_is_removed_is_no_reason_to_warn(root, monkeypa
     assert not caplog.records
 
 
+@pytest.mark.parametrize("error", [PermissionError(errno.EACCES, "not yours"), ValueError("what is this?")])
+def test_what_cannot_be_removed_is_logged_and_stops_no_write(root, monkeypatch, caplog, error):
+    dead = root / "h2d-swap-rank0-pid1-abc"
+    dead.mkdir(parents=True)
+    (dead / "lock").touch()
+
+    def refused(path):
+        raise error
+
+    monkeypatch.setattr(shutil, "rmtree", refused)
+    assert nvme.swap_in(swap_out(torch.ones(3), root)).tolist() == [1, 1, 1]
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert str(error) in record.getMessage()
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="Only root can act as two users.")
 def test_two_users_share_a_root(root):
