@@ -304,6 +304,7 @@ def test_what_is_not_ours_is_never_removed(root):
     assert (mine / "data").read_text() == (root / "h2d-swap-rankings" / "data").read_text() == "mine"
 
 
+@pytest.mark.slow
 def test_a_live_run_whose_lock_was_cleaned_away_keeps_its_values(root):
     """As a drive is cleaned of files that nobody has touched for weeks."""
     swapped = swap_out(torch.ones(3), root)
