@@ -63,7 +63,7 @@ def test_nothing_of_drives_without_being_asked(capsys, monkeypatch):
 
 
 def test_where_o_direct_is_refused_it_says_so(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(tune_drive, "_open_direct", lambda _path: None)
+    monkeypatch.setattr(tune_drive, "_writes_directly", lambda _direct: False)
     assert tune.main([*TINY, "--nvme", str(tmp_path)]) == 0
     assert MachineProfile.load().drive.direct is False
     out = " ".join(capsys.readouterr().out.split())
@@ -75,7 +75,7 @@ def test_o_direct_is_refused_at_once_or_at_the_first_write(tmp_path, monkeypatch
     real = getattr(os, refuses)
 
     def refusing(*given):
-        if refuses == "pwrite" or (len(given) > 1 and given[1] & tune_drive.O_DIRECT):
+        if refuses == "pwrite" or (len(given) > 1 and given[1] & os.O_DIRECT):
             raise OSError(errno.EINVAL, "no direct access here")
         return real(*given)
 

@@ -91,6 +91,7 @@ def test_a_drive_that_gets_full(root, call, number):
         assert nvme.swap_in(before).tolist() == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_a_limit_of_file_sizes(root):
     done = run(
         """
@@ -318,6 +319,7 @@ def test_an_interruption_while_reading(root, any_accelerator, repeat):
     assert torch.equal(nvme.swap_in(swapped), tensor)
 
 
+@pytest.mark.slow
 def test_an_interruption_while_workers_are_started(root):
     """Those that were started already go back to the pool: else the next copy, and the end of the process, hang."""
     done = run(
@@ -443,7 +445,7 @@ def test_a_close_while_another_thread_reads(root, simulated):
     assert simulated.pinned_bytes == 0
 
 
-def test_three_hundred_swaps_leak_nothing(root, simulated):
+def test_a_hundred_swaps_leak_nothing(root, simulated):
     def held():
         gc.collect()
         return len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
@@ -454,7 +456,7 @@ def test_three_hundred_swaps_leak_nothing(root, simulated):
     before = held()
     damaged = swap_out(torch.ones(3), root)
     os.truncate(damaged.path, 4096)
-    for index in range(300):
+    for index in range(100):
         swapped = swap_out(torch.full((100,), float(index)), root, threads=2)
         assert device_copy(transfer, swapped)[7] == index
         if index % 10 == 0:
@@ -469,6 +471,7 @@ def test_three_hundred_swaps_leak_nothing(root, simulated):
     assert simulated.pinned_bytes == 0
 
 
+@pytest.mark.slow
 def test_memory_that_a_large_tensor_takes(root):
     """Writing holds 4 MiB a thread, and not the tensor once more; reading holds it once."""
     done = run(
@@ -479,9 +482,9 @@ def test_memory_that_a_large_tensor_takes(root):
         def reset():
             Path("/proc/self/clear_refs").write_text("5")
         nvme.swap_in(swap_out(torch.ones(3_000_000), root))
-        tensor = torch.ones(32, 2**20)  # 128 MiB
+        tensor = torch.ones(16, 2**20)  # 64 MiB
         swapped = swap_out(tensor[:1], root)
-        for values, most in ((tensor, 40), (tensor[:, : 2**19], 40 + 64)):
+        for values, most in ((tensor, 40), (tensor[:, : 2**19], 40 + 32)):
             reset()
             before = peak_mib()
             swapped = swap_out(values, root, threads=4)
@@ -490,7 +493,7 @@ def test_memory_that_a_large_tensor_takes(root):
         reset()
         before = peak_mib()
         nvme.swap_in(swapped)
-        assert peak_mib() - before < 128 + 40, peak_mib() - before
+        assert peak_mib() - before < 64 + 40, peak_mib() - before
         """,
         root,
     )

@@ -174,6 +174,7 @@ def succeeds(done, stdout="", stderr=""):
     assert (done.returncode, done.stdout, done.stderr) == (0, stdout, stderr)
 
 
+@pytest.mark.slow
 def test_processes_that_make_the_root_at_the_same_moment(root):
     done = run(
         """
@@ -196,6 +197,7 @@ def test_processes_that_make_the_root_at_the_same_moment(root):
     assert not [path for path in (root / "deep" / "er").iterdir() if path.is_dir()]
 
 
+@pytest.mark.slow
 def test_a_live_run_is_left_alone_and_a_dead_one_is_removed(root):
     done = run(
         """
@@ -229,6 +231,7 @@ def test_a_live_run_is_left_alone_and_a_dead_one_is_removed(root):
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.slow
 def test_a_killed_run_in_the_middle_of_a_write(root):
     done = run(
         """
@@ -259,6 +262,7 @@ def test_a_killed_run_in_the_middle_of_a_write(root):
     assert not files_below(root)
 
 
+@pytest.mark.slow
 def test_what_is_not_ours_is_never_removed(root):
     """Files and directories of others, whatever they are called, and what links lead to.
 
@@ -300,6 +304,7 @@ def test_what_is_not_ours_is_never_removed(root):
     assert (mine / "data").read_text() == (root / "h2d-swap-rankings" / "data").read_text() == "mine"
 
 
+@pytest.mark.slow
 def test_a_live_run_whose_lock_was_cleaned_away_keeps_its_values(root):
     """As a drive is cleaned of files that nobody has touched for weeks."""
     swapped = swap_out(torch.ones(3), root)
@@ -325,6 +330,7 @@ def test_a_leftover_that_cannot_be_read_stops_no_write(root, garbage):
     assert dead.exists() == (garbage is None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [".h2d-swap-lock", "h2d-swap-rank0-pid1-abc/lock", ".h2d-swap-rank0-pid1-abc/lock"])
 def test_a_lock_that_another_process_holds_is_not_waited_for(root, name):
     lock = root / name
@@ -431,6 +437,23 @@ def test_a_run_that_ends_while_it_is_removed_is_no_reason_to_warn(root, monkeypa
     assert not caplog.records
 
 
+@pytest.mark.parametrize("error", [PermissionError(errno.EACCES, "not yours"), ValueError("what is this?")])
+def test_what_cannot_be_removed_is_logged_and_stops_no_write(root, monkeypatch, caplog, error):
+    dead = root / "h2d-swap-rank0-pid1-abc"
+    dead.mkdir(parents=True)
+    (dead / "lock").touch()
+
+    def refused(path):
+        raise error
+
+    monkeypatch.setattr(shutil, "rmtree", refused)
+    assert nvme.swap_in(swap_out(torch.ones(3), root)).tolist() == [1, 1, 1]
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert str(error) in record.getMessage()
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="Only root can act as two users.")
 def test_two_users_share_a_root(root):
     """Such as /local_nvme, which anybody may write to and where nobody may remove the other's files."""
@@ -462,6 +485,7 @@ def test_two_users_share_a_root(root):
     succeeds(done)
 
 
+@pytest.mark.slow
 def test_a_fork_while_a_directory_is_made_holds_no_lock(root):
     """The child has a copy of the descriptor of the lock, which must be free again for both, and for others."""
     done = run(

@@ -8,6 +8,8 @@ from tests.fork_server import run_forked
 from tests.nvme.tools import PREAMBLE, files_below
 from tests.running import ends_quietly
 
+pytestmark = pytest.mark.slow
+
 SIMULATED = f"""
 {PREAMBLE}
 from accelerators.simulated import SimulatedAccelerator

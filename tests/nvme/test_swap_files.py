@@ -37,14 +37,14 @@ def expected_floats(offset, numel):
     return torch.tensor(struct.unpack(f"<{numel}f", data))
 
 
-@pytest.mark.parametrize("numel", [1, 129, 5000])
 @pytest.mark.parametrize("offset", [0, 1, 3, 4, 512, 1000, 4095, 4096, 4097 * 4])
-def test_a_foreign_file_from_any_offset(raw, any_accelerator, offset, numel):
-    swapped = SwappedTensor.from_file(raw, torch.float32, numel, offset_bytes=offset)
-    assert same_bits(nvme.swap_in(swapped), expected_floats(offset, numel))
-    for cast in ("device", "host"):
-        with make(any_accelerator, cast=cast, chunk_elements=1024, request_bytes=4096) as transfer:
-            assert same_bits(device_copy(transfer, swapped).cpu(), expected_floats(offset, numel))
+def test_a_foreign_file_from_any_offset(raw, any_accelerator, offset):
+    for numel in (1, 129, 5000):
+        swapped = SwappedTensor.from_file(raw, torch.float32, numel, offset_bytes=offset)
+        assert same_bits(nvme.swap_in(swapped), expected_floats(offset, numel))
+        for cast in ("device", "host"):
+            with make(any_accelerator, cast=cast, chunk_elements=1024, request_bytes=4096) as transfer:
+                assert same_bits(device_copy(transfer, swapped).cpu(), expected_floats(offset, numel))
 
 
 def test_a_foreign_file_to_its_last_byte(raw):
@@ -165,11 +165,11 @@ def test_a_file_of_another_length(root, simulated, checksums, change):
     refused(swapped, simulated, f"{size + change}")
 
 
-@pytest.mark.parametrize("size", [0, 1, 16, 100, 4095, 4096])
-def test_a_file_of_which_little_is_left(root, simulated, size):
-    swapped = swap_out(torch.arange(2000.0), root)
+@pytest.mark.parametrize("size", [0, 1, 16, 38, 100, 4095, 4096])
+def test_a_file_of_which_little_is_left_names_both_sizes(root, simulated, size):
+    swapped = swap_out(torch.arange(2000.0), root)  # 4096 bytes of header, 8000 of values, 192 of padding
     os.truncate(swapped.path, size)
-    refused(swapped, simulated, "cannot be trusted")
+    refused(swapped, simulated, f"cannot be trusted: it was written with 12288 bytes and now has {size}")
 
 
 @pytest.mark.parametrize("checksums", [True, False])
@@ -244,7 +244,7 @@ positions = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(byte=positions, bit=st.integers(0, 7))
 def test_any_flipped_bit_is_noticed_or_harmless(root, byte, bit):
     tensor = torch.arange(10_000.0)
@@ -252,7 +252,7 @@ def test_any_flipped_bit_is_noticed_or_harmless(root, byte, bit):
     assert swapped.path.stat().st_size == FILE_BYTES
     flip(swapped.path, byte, bit)
     try:
-        back = nvme.swap_in(swapped)
+        back = nvme.swap_in(swapped, threads=1)
     except SwapCorruptedError:
         caught = True
     else:
@@ -400,19 +400,6 @@ def test_a_header_is_read_whole_whatever_a_system_gives_at_a_time(root):
         assert nvme.swap_in(swapped).tolist() == [*range(1000)]
         with pytest.raises(SwapCorruptedError, match="begins with a header"):
             SwappedTensor.from_file(swapped.path, torch.float32, 1000)
-
-
-@pytest.mark.parametrize("size", [0, 10, 38, 200, 4095, 4096, 5000, 8191])
-def test_a_file_that_was_cut_names_both_sizes(root, size):
-    """4096 bytes of header and 4000 of values, padded to 4096."""
-    swapped = swap_out(torch.arange(1000.0), root)
-    os.truncate(swapped.path, size)
-    with pytest.raises(SwapCorruptedError) as caught:
-        nvme.swap_in(swapped)
-    message = str(caught.value)
-    assert f"it was written with 8192 bytes and now has {size}" in message or (
-        f"4000 bytes wanted from byte 4096 on, and it ends at byte {size}" in message
-    )
 
 
 def test_a_deleted_file(root, any_accelerator):

@@ -1,6 +1,6 @@
 """Checksums of a file's values, one for each few MiB: XXH3 of 64 bits, which costs less than reading them.
 
-XXH3 (Y. Collet, github.com/Cyan4973/xxHash) notices what drives, cables and programs do to bytes by accident. It is
+XXH3 (github.com/Cyan4973/xxHash) notices what drives, cables and programs do to bytes by accident. It is
 no protection against deceit.
 """
 

@@ -21,7 +21,7 @@ _UNITS = {
     "GB": 10**9,
 }
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)")
-#: 64 times the default: large enough for any ring, small enough to catch a slip.
+#: Larger than any use, small enough to catch a slip.
 MAX_CHUNK_ELEMENTS = 2**30
 MAX_BUFFERS = 64
 MAX_THREADS = 256
@@ -105,6 +105,8 @@ def _directory(value: Any) -> str:
 
 
 def one_of(*choices: str) -> BeforeValidator:
+    """Allows these texts alone."""
+
     def check(value: Any) -> str:
         if value not in choices:
             raise refuse(f"expected {' or '.join(choices)}.{left_out(value)}")
@@ -114,6 +116,7 @@ def one_of(*choices: str) -> BeforeValidator:
 
 
 def left_out(value: Any) -> str:
+    """The end of a sentence about a value that stands for a default."""
     return " Leave the key out for the default." if value in ("auto", "default") else ""
 
 
