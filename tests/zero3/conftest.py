@@ -29,7 +29,9 @@ def cpu_adam(why_no_cpu_adam):
     if why_no_cpu_adam is not None:
         pytest.skip(why_no_cpu_adam)
     from deepspeed.ops.adam import DeepSpeedCPUAdam
+    from deepspeed.ops.op_builder import CPUAdamBuilder
 
+    CPUAdamBuilder().load(verbose=False)  # it looks for compilers once in each process, which takes seconds
     return DeepSpeedCPUAdam
 
 
