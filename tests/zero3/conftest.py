@@ -1,11 +1,38 @@
-"""Fixtures around the stand-ins."""
+"""Fixtures around the stand-ins, and CPU Adam."""
 
 import pytest
 
+from tests.zero3 import cpu_adam_build
 from tests.zero3.stand_ins import COPY_BACK, SECTION, Engine, Stage3, SuperOffload, engine_of
 from transfer import zero3
 from transfer.zero3 import stage3
 from transfer.zero3.attached import attached
+
+
+def pytest_collection_modifyitems(items):
+    """A test's own time begins when CPU Adam has been compiled, and real training has been launched."""
+    for item in items:
+        if "why_no_cpu_adam" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.timeout(func_only=True))
+            item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(scope="session")
+def why_no_cpu_adam():
+    """Why CPU Adam cannot be compiled here, or None; compiles it."""
+    return cpu_adam_build.why_no_cpu_adam()
+
+
+@pytest.fixture(scope="session")
+def cpu_adam(why_no_cpu_adam):
+    """DeepSpeed's CPU Adam."""
+    if why_no_cpu_adam is not None:
+        pytest.skip(why_no_cpu_adam)
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+    from deepspeed.ops.op_builder import CPUAdamBuilder
+
+    CPUAdamBuilder().load(verbose=False)  # it looks for compilers once in each process, which takes seconds
+    return DeepSpeedCPUAdam
 
 
 @pytest.fixture(autouse=True)

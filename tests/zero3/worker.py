@@ -1,11 +1,11 @@
-"""One rank of the ZeRO-3 comparison: trains the same model under several transfers, saves what it got.
+"""One rank of the ZeRO-3 comparisons: trains models under several transfers, saves what each of them got.
 
-Usage, under torch.distributed.run: ``worker.py SPEC.json OUT``. The spec holds ``accelerator``,
-``dtype``, ``optimizer`` (``AdamW`` or ``DeepSpeedCPUAdam``), ``zero`` and ``offload_optimizer`` (more of
-these sections), ``deepspeed`` (more of the whole config), ``width`` of the model, ``look_between`` (whether
-everything that reads the model between steps is called there), ``rewind`` (a folder, if a checkpoint of the
-first step is to be loaded after the third), ``resume`` (such a folder, to begin with that checkpoint), and
-``runs``: a name for each, and how its copies are done.
+Usage, under torch.distributed.run: ``worker.py SPECS.json OUT``. The file holds a mapping from a name to a spec, of
+which each holds ``accelerator`` (the same for all), ``dtype``, ``optimizer`` (``AdamW`` or ``DeepSpeedCPUAdam``),
+``zero`` and ``offload_optimizer`` (more of these sections), ``deepspeed`` (more of the whole config), ``width`` of the
+model, ``look_between`` (whether everything that reads the model between steps is called there), ``rewind`` (a folder,
+if a checkpoint of the first step is to be loaded after the third), ``resume`` (such a folder, to begin with that
+checkpoint), and ``runs``: a name for each, and how its copies are done.
 """
 
 import hashlib
@@ -38,24 +38,29 @@ class ForgetsToWait(PinnedStagedTransfer):
 
 
 def main():
-    spec = json.loads(Path(sys.argv[1]).read_text())
+    specs = json.loads(Path(sys.argv[1]).read_text())
     out = Path(sys.argv[2])
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
-    simulated = None
-    if spec["accelerator"] == "simulated":
-        simulated = SimulatedAccelerator(seed=spec.get("seed", 0), eager=spec.get("eager", False))
-        deepspeed.accelerator.set_accelerator(simulated.as_deepspeed())
-        # torch computes in it on any CPU; DeepSpeed asks whether the CPU does so fast.
-        deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
-    if spec["accelerator"] == "cuda":
+    simulated = {name: simulate(spec) for name, spec in specs.items() if spec["accelerator"] == "simulated"}
+    if not simulated:
         torch.cuda.set_device(local_rank)
-    deepspeed.init_distributed()
-    for run in spec["runs"]:
-        torch.save(train(spec, run, simulated, rank), out / f"{run['name']}-{rank}.pt")
+    for number, (name, spec) in enumerate(specs.items()):
+        if simulated:
+            deepspeed.accelerator.set_accelerator(simulated[name].as_deepspeed())
+            # torch computes in it on any CPU; DeepSpeed asks whether the CPU does so fast.
+            deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
+        if number == 0:
+            deepspeed.init_distributed()
+        for run in spec["runs"]:
+            torch.save(train(spec, run, simulated.get(name), rank), out / f"{name}-{run['name']}-{rank}.pt")
     torch.distributed.barrier()
     # gloo's threads sometimes abort the process at its end, with or without this project.
     sys.stderr.flush()
     os._exit(0)
+
+
+def simulate(spec):
+    return SimulatedAccelerator(seed=spec.get("seed", 0), eager=spec.get("eager", False))
 
 
 def train(spec, run, simulated, rank):
@@ -164,7 +169,7 @@ def train(spec, run, simulated, rank):
     }
     if how == "install":
         zero3.uninstall()
-    result["hooks_left"] = len(patching.active)
+    result["patches_left"] = len(patching.active)
     return result
 
 
