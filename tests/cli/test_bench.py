@@ -64,6 +64,7 @@ def test_every_strategy_and_baseline_is_measured(capsys):
     assert extra["pinned low-precision copy"] == (8192, 0)
     assert extra["ring 2 x 2^26"] == (2 * 2**26 * 2, 0)
     assert extra["deepspeed"] == (0, 0)
+    assert [one["variant"] for one in first if one["summary"]] == BASELINES
     assert get_accelerator("simulated").pinned_bytes == 0
 
 
