@@ -15,7 +15,7 @@ from ...routing import build_transfer
 from ...zero3 import engines as zero3
 from ...zero3.step import COPY_BACK
 from ...zero3.swap_buffers import is_swapped
-from ..measuring.baselines import DEEPSPEED, NO_COPY_BACK, RING
+from ..measuring.baselines import DEEPSPEED, NO_COPY_BACK, RING, RING_CONFIG
 from .on_nvme import masters
 
 
@@ -81,7 +81,7 @@ def make_variants(options: Mapping[str, Any], accelerator: Any) -> list[Variant]
     """Every variant to measure; calls no accelerator yet."""
     given = resolve_config(options["config"])
     # Without a fallback: what cannot run is listed as such, and never measured under another's name.
-    ring = {"strategy": "pinned_staged", "pinned_staged": {"chunk_elements": 2**26, "buffers": 2}, "fallback": False}
+    ring = {"strategy": "pinned_staged", "pinned_staged": RING_CONFIG, "fallback": False}
     configs = {RING: TransferConfig(**ring, completion="immediate")}
     for strategy in (name for name in options["strategies"] if not get_strategy(name).reads_swapped):
         for completion in ("immediate", "deferred"):

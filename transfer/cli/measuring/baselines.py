@@ -25,6 +25,8 @@ LINK = "link"
 RING = "ring 2 x 2^26"
 NO_COPY_BACK = "no copy-back"
 
+RING_CONFIG = {"chunk_elements": 2**26, "buffers": 2}
+
 _LINK_CHUNK_BYTES = 16 * 2**20
 
 
@@ -153,7 +155,7 @@ def make_baselines(accelerator: Accelerator, dtype: torch.dtype) -> dict[str, Ho
     return {
         LINK: Link(accelerator, dtype),
         DEEPSPEED: DeepSpeedCopy(accelerator, dtype),
-        RING: ProposedRing({"chunk_elements": 2**26, "buffers": 2}, accelerator, fallback=False),
+        RING: ProposedRing(RING_CONFIG, accelerator, fallback=False),
         "pinned master": PinnedMaster(accelerator, dtype),
         "pinned low-precision copy": PinnedLowPrecision(accelerator, dtype),
     }
