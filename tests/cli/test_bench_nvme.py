@@ -15,8 +15,9 @@ from transfer.cli.bench_copy import command as bench
 from transfer.cli.bench_copy import file_baselines as nvme_baselines
 from transfer.cli.bench_copy import report as copy_report
 from transfer.cli.bench_copy import variants as copy_variants
+from transfer.cli.bench_copy.plot import plot
 from transfer.cli.bench_copy.report import with_figures
-from transfer.cli.measuring.baselines import RING
+from transfer.cli.measuring import baselines
 from transfer.nvme import open_file, swap_out
 from transfer.nvme.mounts import file_system, is_local
 
@@ -39,14 +40,9 @@ needs_aio = pytest.mark.skipif(
 
 
 @pytest.fixture(autouse=True)
-def no_large_ring(monkeypatch):
-    """The ring as first proposed fills 256 MiB for each size, which test_bench.py does often enough."""
-    make = copy_variants.make_baselines
-
-    def without_ring(*given):
-        return {name: baseline for name, baseline in make(*given).items() if name != RING}
-
-    monkeypatch.setattr(copy_variants, "make_baselines", without_ring)
+def small_ring(monkeypatch):
+    """The ring as first proposed fills 256 MiB for each size, which one test of test_bench.py does."""
+    monkeypatch.setitem(baselines.RING_CONFIG, "chunk_elements", 1000)
 
 
 @pytest.fixture
@@ -256,10 +252,15 @@ def test_ratios_are_against_the_faster_reader():
     assert ours["figures"]["read_gigabytes_per_second"] == 1.0
 
 
-def test_a_plot_shows_files_too(capsys, tmp_path, no_aio):
-    path = tmp_path / "rates.png"
-    assert bench.main([*SMALL, "--nvme", str(tmp_path), "--strategies", "nvme_swapped", "--plot", str(path)]) == 0
-    assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+def test_a_plot_shows_files_too(tmp_path):
+    one = {"dtype": "bfloat16", "destination_bytes": 100, "figures": {"gigabytes_per_second": 1.0}}
+    measurements = [
+        {**one, "variant": "link", "from_file": False},
+        {**one, "variant": "nvme_swapped", "from_file": True},
+    ]
+    report = {"nvme": {"file_system": "xfs"}, "hardware": {"accelerator": "cuda"}, "measurements": measurements}
+    plot(report, tmp_path / "rates.svg")
+    assert b"</svg>" in (tmp_path / "rates.svg").read_bytes()
 
 
 def test_variants_change_what_their_names_say(simulated, tmp_path):

@@ -1,7 +1,7 @@
 """`h2d tune` on accelerators without hardware: what is written and told, and that nothing stays pinned."""
 
+import itertools
 import json
-import os
 
 import pytest
 import torch
@@ -9,10 +9,10 @@ import torch
 from accelerators import get_accelerator
 from accelerators.simulated import SimulatedAccelerator
 from accelerators.testing import failing
-from tests.running import run_python
 from transfer import MachineProfile, PageableTransfer, load_config
+from transfer.cli.measuring import options
 from transfer.cli.measuring.copies import Case, Variant, refusal
-from transfer.cli.measuring.ranks import Ranks
+from transfer.cli.measuring.ranks import Ranks, RanksFailedError
 from transfer.cli.tune import command as tune
 from transfer.cli.tune import report as tune_report
 from transfer.cli.tune import worker as tune_worker
@@ -20,6 +20,7 @@ from transfer.errors import StrategyUnavailableError
 from transfer.measured.profile_file import default_path
 
 SMALL_RINGS = "transfer: {pinned_staged: {chunk_elements: 1000}, pinned_direct: {chunk_elements: 2000, buffers: 3}}"
+FIELDS = ("copy_seconds", "submit_seconds", "total_seconds")
 NAMES = ["pinned_direct", "pinned_staged", "pageable"]
 
 
@@ -42,9 +43,9 @@ TINY = ["--accelerator", "simulated", "--elements", "500", "5000", "--quick"]
 def worker(monkeypatch):
     """Runs the worker on an accelerator that a test has made."""
 
-    def run(accelerator, **options):
+    def run(accelerator, ranks=Ranks(), **options):  # noqa: B008 - keeps nothing
         given = {"accelerator": accelerator, "config": None, "elements": [500, 5000], "rounds": 1, "nvme": None}
-        return MachineProfile.model_validate(tune_worker.run({**given, "drive_bounds": {}, **options}, Ranks()))
+        return MachineProfile.model_validate(tune_worker.run({**given, "drive_bounds": {}, **options}, ranks))
 
     return run
 
@@ -108,14 +109,34 @@ def test_other_chunks_are_tried_where_copies_are_large_enough(worker, simulated,
     ]
 
 
-@pytest.mark.slow
-def test_two_ranks_at_once(tmp_path):
-    file = tmp_path / "profile.yaml"
-    arguments = ["-m", "transfer.cli", "tune", *TINY, "--ranks", "2", "--threads", "1", "--output", file]
-    done = run_python(*arguments, environment={"PATH": os.environ["PATH"], "HOME": str(tmp_path)}, timeout=250)
-    assert done.returncode == 0, done.stderr
-    measured = MachineProfile.load(file).measured
-    assert (measured.ranks, measured.threads_per_rank) == (2, 1)
+def test_two_ranks_at_once(worker, simulated, monkeypatch):
+    """The other rank is ten times as slow; how ranks are started is the same for every command (test_bench.py)."""
+
+    class Two(Ranks):
+        def barrier(self):
+            pass
+
+        def gather(self, value):
+            return [value, [10 * seconds for seconds in value] if isinstance(value, list) else value]
+
+    clock = itertools.count()
+    monkeypatch.setattr("transfer.cli.measuring.copies.time.perf_counter", lambda: float(next(clock)))
+    profile = worker(simulated, ranks=Two(size=2))
+    assert profile.measured.ranks == 2
+    # A whole number of seconds on this rank, as the clock says, and ten times as many on the other.
+    seconds = {getattr(one, field) for entry in profile.copies for one in entry.times for field in FIELDS}
+    assert all(value >= 10 and value % 10 == 0 for value in seconds)
+
+
+def test_ranks_and_threads_reach_the_launch(monkeypatch, capsys):
+    def launch(worker, given, ranks, *, threads):
+        assert (worker, ranks, threads) == ("transfer.cli.tune.worker:run", 2, 3)
+        assert given["elements"] == [500, 5000]
+        raise RanksFailedError("not really")
+
+    monkeypatch.setattr(options, "launch", launch)
+    assert tune.main([*TINY, "--ranks", "2", "--threads", "3", "--elements", "5000", "500", "500"]) == 1
+    assert capsys.readouterr().err == "h2d tune: not really\n"
 
 
 def test_nothing_to_tune_on_the_host_itself(capsys):

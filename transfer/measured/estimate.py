@@ -46,7 +46,7 @@ def fastest(
       update counts as nothing. The last copy of a step has no update to hide behind; the others have.
 
     A strategy configured as it was measured has its own times. Configured otherwise, it has those of the first
-    configuration that was measured, and the reason says so. Takes a few microseconds for sizes seen before.
+    configuration that was measured, and the reason says so. Takes about ten microseconds for sizes seen before.
 
     Args:
         profile: Of this machine.

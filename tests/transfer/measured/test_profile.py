@@ -46,7 +46,7 @@ machine_profile:
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path, monkeypatch):
-    """No test reads or writes the profile of whoever runs it."""
+    """No test reads or writes the profile of the user who runs it."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("H2D_PROFILE", raising=False)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
@@ -192,13 +191,3 @@ def make_file_baselines(
         SWAP_BUFFER: SwapBufferCopy(accelerator, dtype, threads),
         SWAP_BUFFER_DIRECT: SwapBufferDirect(accelerator, dtype, threads),
     }
-
-
-#: What each baseline stands for, for the legend of a table.
-FILE_SUMMARIES: Mapping[str, str] = {
-    RAW_READ: RawRead.summary,
-    AIO_READ: AioRead.summary,
-    DEEPSPEED_FROM_NVME: DeepSpeedFromNvme.summary,
-    SWAP_BUFFER: SwapBufferCopy.summary,
-    SWAP_BUFFER_DIRECT: SwapBufferDirect.summary,
-}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rich.text import Text
 
-from ..measuring.baselines import DEEPSPEED, LINK, SUMMARIES
+from ..measuring.baselines import DEEPSPEED, LINK
 from ..measuring.quantities import format_bytes, format_count
 from ..measuring.report import (
     Column,
@@ -25,7 +25,7 @@ from ..measuring.report import (
     verdict,
 )
 from ..measuring.statistics import median_ratio, slowest, spread_percent
-from .file_baselines import DEEPSPEED_FROM_NVME, FILE_SUMMARIES, RAW_READ
+from .file_baselines import DEEPSPEED_FROM_NVME, RAW_READ
 
 Measurement = Mapping[str, Any]
 
@@ -139,19 +139,10 @@ def show(report: Mapping[str, Any]) -> None:
     out.print(Text(_NOTE.format(rounds=plural(report["rounds"], "round"))))
     if nvme is not None:
         out.print(Text(_FILE_NOTE))
-    out.print(legend(_summaries(dict.fromkeys(one["variant"] for one in report["measurements"]))))
+    out.print(legend({one["variant"]: one["summary"] for one in report["measurements"] if one["summary"]}))
 
 
 def files_line(nvme: Mapping[str, Any]) -> str:
     """Where the files are, and how the raw reads read them."""
     how = f"by {plural(nvme['threads'], 'thread')}, at most {format_bytes(nvme['request_bytes'])} at a time"
     return f"Files on {file_system_name(nvme['file_system'])}; read with O_DIRECT {how}"
-
-
-def _summaries(names: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """What the baselines among these stand for."""
-    known = {**SUMMARIES, **FILE_SUMMARIES}
-    for name in names:
-        summary = known.get(name) or known.get(name.partition(",")[0])  # the number of threads differs
-        if summary is not None:
-            yield name, summary

@@ -115,6 +115,7 @@ def _result(variant: Variant, case: Case) -> dict[str, Any]:
     return {
         "variant": variant.name,
         "kind": variant.kind,
+        "summary": getattr(transfer, "summary", None),
         "from_file": variant.from_file,
         "right_bits": all(right_bits) if variant.right_bits is not None else None,
         "source_bytes": variant.source.nbytes,

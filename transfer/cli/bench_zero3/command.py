@@ -19,7 +19,7 @@ from ..measuring.ranks import usable_cores
 SCHEMA_VERSION = 2
 
 #: Options that the report repeats.
-_TOLD = ("sub_groups", "batch", "sequence", "steps", "optimizer", "verify_every_step")
+_REPORTED = ("sub_groups", "batch", "sequence", "steps", "optimizer", "verify_every_step")
 _MOST_THREADS = 12  # more do not make DeepSpeed's CPU Adam faster
 
 
@@ -31,8 +31,8 @@ def main(arguments: Sequence[str]) -> int:
     layers, hidden = _shape(parser, options)
     if options.threads is None:
         options.threads = max(1, min(_MOST_THREADS, usable_cores() // options.ranks))
-    told = {"layers": layers, "hidden": hidden, "limit_seconds": options.limit}
-    told.update({name: getattr(options, name) for name in _TOLD})
+    reported = {"layers": layers, "hidden": hidden, "limit_seconds": options.limit}
+    reported.update({name: getattr(options, name) for name in _REPORTED})
     given = {name: getattr(options, name) for name in ("accelerator", "config", "nvme_pipeline")}
     nvme = None
     with contextlib.ExitStack() as cleaning:
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
         # In processes of its own even for one rank: DeepSpeed's accelerator and process group are the process's.
         measured = run_worker(
             "transfer.cli.bench_zero3.worker:measure",
-            {**told, **given, "strategies": strategies, "nvme": directory},
+            {**reported, **given, "strategies": strategies, "nvme": directory},
             options,
             spawn=True,
             process_group=False,
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str]) -> int:
         "command": "bench zero3",
         "hardware": measured["hardware"],
         "ranks": options.ranks,
-        **told,
+        **reported,
         "nvme": nvme,
         "engine": measured["engine"],
         "page_lock": _page_lock(measured),

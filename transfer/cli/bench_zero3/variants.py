@@ -14,7 +14,7 @@ from ...interface import HostToDeviceTransfer
 from ...registry import get_strategy
 from ...routing import build_transfer
 from ...zero3.stage3 import COPY_BACK, Stage3
-from ..measuring.baselines import DEEPSPEED, NO_COPY_BACK, RING
+from ..measuring.baselines import DEEPSPEED, NO_COPY_BACK, RING, RING_CONFIG
 from .on_nvme import masters
 
 
@@ -80,7 +80,7 @@ def make_variants(options: Mapping[str, Any], accelerator: Any) -> list[Variant]
     """Every variant to measure; calls no accelerator yet."""
     given = resolve_config(options["config"])
     # Without a fallback: what cannot run is listed as such, and never measured under another's name.
-    ring = {"strategy": "pinned_staged", "pinned_staged": {"chunk_elements": 2**26, "buffers": 2}, "fallback": False}
+    ring = {"strategy": "pinned_staged", "pinned_staged": RING_CONFIG, "fallback": False}
     configs = {RING: TransferConfig(**ring, completion="immediate")}
     for strategy in (name for name in options["strategies"] if not get_strategy(name).reads_swapped):
         for completion in ("immediate", "deferred"):

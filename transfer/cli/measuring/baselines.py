@@ -7,7 +7,6 @@ proportion to the model, or values that are on the host in another dtype already
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
@@ -18,13 +17,15 @@ from accelerators import Accelerator, AcceleratorError
 from ...errors import StrategyUnavailableError
 from ...in_flight import FINISHED, InFlightCopy
 from ...interface import HostToDeviceTransfer
-from ...registry import get_strategy
+from ...strategies import PinnedStagedTransfer
 
 #: Names that other figures refer to. The last one is of `h2d bench zero3`: a lower bound of its steps.
 DEEPSPEED = "deepspeed"
 LINK = "link"
 RING = "ring 2 x 2^26"
 NO_COPY_BACK = "no copy-back"
+
+RING_CONFIG = {"chunk_elements": 2**26, "buffers": 2}
 
 _LINK_CHUNK_BYTES = 16 * 2**20
 
@@ -143,23 +144,18 @@ class Link(Baseline):
             self.accelerator.enqueue_copy(target, values)
 
 
+class ProposedRing(PinnedStagedTransfer):
+    """``pinned_staged`` as it was first proposed."""
+
+    summary = "the staging ring as first proposed: two pinned buffers of 2^26 elements"
+
+
 def make_baselines(accelerator: Accelerator, dtype: torch.dtype) -> dict[str, HostToDeviceTransfer]:
-    """Each baseline by its name, in the order of a table; pins nothing yet."""
-    ring = get_strategy("pinned_staged")({"chunk_elements": 2**26, "buffers": 2}, accelerator, fallback=False)
+    """Each baseline by its name, in the order of a table; pins nothing yet. Each has a ``summary`` for the legend."""
     return {
         LINK: Link(accelerator, dtype),
         DEEPSPEED: DeepSpeedCopy(accelerator, dtype),
-        RING: ring,
+        RING: ProposedRing(RING_CONFIG, accelerator, fallback=False),
         "pinned master": PinnedMaster(accelerator, dtype),
         "pinned low-precision copy": PinnedLowPrecision(accelerator, dtype),
     }
-
-
-#: What each baseline stands for, for the legend of a table.
-SUMMARIES: Mapping[str, str] = {
-    LINK: Link.summary,
-    DEEPSPEED: DeepSpeedCopy.summary,
-    RING: "the staging ring as first proposed: two pinned buffers of 2^26 elements",
-    "pinned master": PinnedMaster.summary,
-    "pinned low-precision copy": PinnedLowPrecision.summary,
-}

@@ -68,7 +68,7 @@ class Case:
         return held, time.perf_counter() - started
 
     def checked(self, variant: Variant) -> float:
-        """As ``timed``; the destination holds something else before, and is compared afterwards."""
+        """Times one copy into a poisoned destination and compares the result bit for bit."""
         bits.poison(self.destination)
         seconds = self.timed(variant)
         if variant.right_bits is not None:

@@ -77,7 +77,7 @@ def choices(parser: argparse.ArgumentParser, options: argparse.Namespace, *, als
 
 
 def run_worker(worker: str, given: Mapping[str, Any], options: argparse.Namespace, **how: bool) -> Any | None:
-    """What the worker returned, or None after its failure has been told on the standard error.
+    """What the worker returned, or None after a failure, which is printed on the standard error.
 
     Args:
         worker: As for ``launch``.
@@ -99,6 +99,6 @@ def run_worker(worker: str, given: Mapping[str, Any], options: argparse.Namespac
 
 
 def fail(options: argparse.Namespace, error: object) -> int:
-    """Tells what went wrong on the standard error; returns the exit status."""
+    """Prints what went wrong on the standard error; returns the exit status."""
     print(f"{options.command}: {error}", file=sys.stderr)
     return 1

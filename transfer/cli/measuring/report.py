@@ -91,9 +91,9 @@ def file_system_name(kind: str | None) -> str:
     return f"{kind or 'an unknown file system'}{' (which is memory: no drive)' if kind in MEMORY_FILE_SYSTEMS else ''}"
 
 
-def legend(summaries: Iterable[tuple[str, str]]) -> Table:
+def legend(summaries: Mapping[str, str]) -> Table:
     """Names and what they stand for."""
     grid = Table.grid(padding=(0, 2))
-    for name, summary in summaries:
+    for name, summary in summaries.items():
         grid.add_row(Text(name), Text(summary))
     return grid
