@@ -32,14 +32,13 @@ def run(*arguments, timeout=280):
     return done.stdout
 
 
-def test_training_on_real_text_is_bitwise_that_of_deepspeed_alone():
+@pytest.mark.slow
+def test_the_example_trains_on_two_ranks_through_this_package():
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
-    out = run(*launch, "examples/train_zero3.py", "--simulate", "--compare", "--steps", "8")
-    assert "52 parameters, 3306752 elements: 0 differ from DeepSpeed alone" in out
-    first, last = map(
-        float, re.search(r"host-to-device-transfer: loss ([\d.]+) -> ([\d.]+) in 8 steps, 6.31 MiB", out).groups()
-    )
-    assert last < first - 0.5, "it learns"
+    out = run(*launch, "examples/train_zero3.py", "--simulate", "--steps", "8")
+    first, last, copies = re.search(r"^loss ([\d.]+) -> ([\d.]+) in 8 steps, (\d+) copies$", out, re.MULTILINE).groups()
+    assert float(last) < float(first) - 0.5, "it learns"
+    assert int(copies) >= 8
 
 
 def test_the_example_configuration_shows_the_defaults():

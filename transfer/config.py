@@ -10,11 +10,11 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    ModelWrapValidatorHandler,
     StrictBool,
     ValidationError,
     model_validator,
 )
+from pydantic.functional_validators import ModelWrapValidatorHandler  # pydantic itself has it from 2.11 on
 from pydantic_core import InitErrorDetails, PydanticCustomError
 from torch import Tensor
 from typing_extensions import Self

@@ -82,7 +82,7 @@ def main(arguments: Sequence[str]) -> int:
 def agrees(report: Mapping[str, Any]) -> bool:
     """Whether this package made copies and every element of the weights is the same as without it."""
     ours, _ = report["runs"]
-    return ours["copies"] > 0 and report["elements_that_differ"] == 0
+    return bool(ours["copies"] > 0 and report["elements_that_differ"] == 0)
 
 
 def _accelerator(parser: argparse.ArgumentParser, options: argparse.Namespace) -> str:

@@ -22,8 +22,9 @@ OURS = "host-to-device-transfer"
 ALONE = "DeepSpeed alone"
 
 _CONTEXT = 32
+_BATCH = 2
 #: Small enough for a host that computes in bf16 without instructions for it; partitions of more than 1 MiB.
-_MODEL = {"layers": 2, "hidden": 384, "sub_groups": 3, "batch": 2, "nvme": None, "nvme_pipeline": False}
+_MODEL = {"layers": 2, "hidden": 384, "sub_groups": 3, "batch": _BATCH, "nvme": None, "nvme_pipeline": False}
 _LEARNING_RATE = 1e-3
 
 
@@ -109,5 +110,5 @@ def _batches(steps: int, rank: int) -> Iterator[Tensor]:
     text = torch.frombuffer(bytearray("\n".join(topics.values()).encode()), dtype=torch.uint8)
     generator = torch.Generator().manual_seed(1 + rank)
     for _ in range(steps):
-        starts = torch.randint(len(text) - _CONTEXT, (_MODEL["batch"],), generator=generator)
+        starts = torch.randint(len(text) - _CONTEXT, (_BATCH,), generator=generator)
         yield torch.stack([text[start : start + _CONTEXT] for start in starts.tolist()]).long()
