@@ -1,4 +1,10 @@
-"""Tests that ask for ``accelerator_name`` run once for every accelerator that is here or required."""
+"""Tests that ask for ``accelerator_name`` run once for every accelerator that is here or required.
+
+Those that ask for ``device_name`` run for each but ``cpu``, which has no memory of its own.
+"""
+
+import functools
+import gc
 
 import pytest
 
@@ -8,10 +14,21 @@ from accelerators.testing import accelerator_or_skip, unavailable_reason
 
 
 def pytest_generate_tests(metafunc):
-    if "accelerator_name" in metafunc.fixturenames:
-        required = metafunc.config.getoption("--require-accelerator")
-        here = [name for name in available_accelerators() if name in required or unavailable_reason(name) is None]
-        metafunc.parametrize("accelerator_name", here, scope="class")
+    for fixture in {"accelerator_name", "device_name"} & set(metafunc.fixturenames):
+        here = accelerators_here(tuple(metafunc.config.getoption("--require-accelerator")))
+        names = [name for name in here if fixture == "accelerator_name" or name != "cpu"]
+        metafunc.parametrize(fixture, names, scope="class")
+
+
+@functools.cache  # asked for every test function; each answer looks through everything that is installed
+def accelerators_here(required):
+    return [name for name in available_accelerators() if name in required or unavailable_reason(name) is None]
+
+
+def pytest_collection_finish():
+    """What is imported stays: tests that collect garbage need not look at it, which took a third of a second each."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

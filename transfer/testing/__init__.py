@@ -28,9 +28,27 @@ class TransferConformance(SameBits, WritesNothingElse, Refuses, Lifetimes, Clean
     """The whole contract of a strategy. Subclass it, give the hooks, and pytest runs it.
 
     Hooks: ``accelerator_name`` or ``make_accelerator``, and ``make_transfer``. Make the transfer with
-    chunks of a few hundred elements, so that its buffers refill often in the tests here. A
+    chunks of a few hundred elements, so that its buffers refill often in the tests here, or set
+    ``several_chunks`` to a number of fp32 elements that needs each buffer more than once. A
     ``FallbackWarning`` fails a test, unless the accelerator lacks events or pinning.
+
+    Where the strategy raises ``StrategyUnavailableError`` for the plainest copy to this accelerator, one test says
+    that it had said so (``why_not``) and wrote nothing; the others are skipped with its sentence. So is a test of a
+    copy that it cannot make.
+
+    The parts may be subclassed alone, for a strategy's other options: ``SameBits``, ``WritesNothingElse``,
+    ``Refuses``, ``Lifetimes``, ``CleanFailures``, ``Ordering``.
     """
 
 
-__all__ = ["TransferConformance", "from_bits", "random_bits"]
+__all__ = [
+    "CleanFailures",
+    "Lifetimes",
+    "Ordering",
+    "Refuses",
+    "SameBits",
+    "TransferConformance",
+    "WritesNothingElse",
+    "from_bits",
+    "random_bits",
+]

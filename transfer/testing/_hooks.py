@@ -4,19 +4,32 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 
 from accelerators import Accelerator
-from accelerators.testing import accelerator_or_skip
+from accelerators.testing import accelerator_or_skip, bits, fetch, skip_without
 
-from ..errors import FallbackWarning
+from ..errors import FallbackWarning, StrategyUnavailableError
+from ..in_flight import InFlightCopy
 from ..interface import HostToDeviceTransfer
 
 #: What destinations hold before a copy, to see where it wrote.
 GUARD = -77.0
+
+#: Host memory that a source may lie in: what torch allocates, the same after ``prepare``, what ``pin_empty`` returns.
+KINDS = ("pageable", "prepared", "pinned")
+
+#: With sources of fp32: one that is copied as it is, and one that is cast.
+DTYPES = (torch.float32, torch.bfloat16)
+
+#: Every kind of source, as it is and cast.
+each_kind_of_source = pytest.mark.parametrize("kind", KINDS)
+as_it_is_and_cast = pytest.mark.parametrize("dtype", DTYPES, ids=["as it is", "cast"])
 
 
 def from_bits(patterns: list[int]) -> Tensor:
@@ -35,10 +48,41 @@ def random_bits(numel: int, seed: int) -> Tensor:
     return torch.where(values.isnan(), torch.full_like(values, 0.1), values)
 
 
+@contextmanager
+def host_source(
+    accelerator: Accelerator, transfer: HostToDeviceTransfer, values: Tensor, kind: str
+) -> Iterator[Tensor]:
+    """The values in host memory of one of ``KINDS``. What is pinned is given back, once the device is idle."""
+    if kind == "prepared":
+        skip_without(accelerator, "registers_host_memory")
+    memory = accelerator.pin_empty(*values.shape, dtype=values.dtype) if kind == "pinned" else torch.empty_like(values)
+    memory.copy_(values)
+    if kind == "prepared":
+        transfer.prepare(memory)
+    del transfer  # which a test may drop while it uses the source
+    yield memory
+    accelerator.synchronize()
+    if kind == "pinned":
+        accelerator.unpin_memory(memory)
+
+
+def read(accelerator: Accelerator, tensor: Tensor) -> Tensor:
+    """A host copy of what ``tensor`` holds now: ``copy`` was to wait for it, so nothing may change afterwards."""
+    now = tensor.detach().cpu().clone()
+    assert torch.equal(bits(fetch(accelerator, tensor)), bits(now)), "something was written after copy had returned"
+    return now
+
+
 class Hooks:
     """What every part of the suite is built on; see ``TransferConformance``."""
 
     accelerator_name: str = ""
+
+    #: Elements that need every buffer of the transfer more than once.
+    several_chunks: int = 1103
+
+    #: Why the strategy cannot serve an accelerator, or None, by the accelerator's name; for each subclass its own.
+    _refusals: ClassVar[dict[tuple[type, str], str | None]] = {}
 
     def make_accelerator(self, config: pytest.Config) -> Accelerator:
         return accelerator_or_skip(self.accelerator_name, config)
@@ -57,9 +101,41 @@ class Hooks:
         # pytest takes this back at the end of each test.
         warnings.filterwarnings("ignore" if lacks else "error", category=FallbackWarning)
 
+    @pytest.fixture(autouse=True)
+    def _serves(self, request: pytest.FixtureRequest, accelerator: Accelerator, _no_stand_in: None) -> None:
+        """Where the strategy cannot serve an accelerator, one test says so, and the others are skipped."""
+        key = (type(self), accelerator.name)
+        if key not in self._refusals:
+            self._refusals[key] = self._refusal(accelerator)
+        refusal = self._refusals[key]
+        if refusal is not None and request.function.__name__ != "test_it_copies_or_says_why_not":
+            pytest.skip(refusal)
+
+    def _refusal(self, accelerator: Accelerator) -> str | None:
+        """Why the strategy does not make the plainest copy, or None."""
+        with self.make_transfer(accelerator) as transfer:
+            try:
+                transfer.copy(accelerator.device_empty(8, dtype=torch.float32), torch.zeros(8))
+            except StrategyUnavailableError as error:
+                return str(error)
+            except Exception:  # noqa: BLE001 - the tests will meet it too, and show it
+                return None
+        return None
+
     @pytest.fixture
     def transfer(self, accelerator: Accelerator) -> Iterator[HostToDeviceTransfer]:
+        """The strategy under test. A test of a copy that it cannot make, and says so, is skipped."""
         transfer = self.make_transfer(accelerator)
+        submit = transfer.submit
+
+        def submit_or_skip(destination: Tensor, source: Any) -> InFlightCopy:
+            try:
+                return submit(destination, source)
+            except StrategyUnavailableError as error:
+                assert transfer.why_not(destination, source) is not None, "a strategy says beforehand what it cannot do"
+                pytest.skip(str(error))
+
+        transfer.submit = submit_or_skip  # type: ignore[method-assign]
         yield transfer
         transfer.close()
         assert transfer.pinned_bytes == 0

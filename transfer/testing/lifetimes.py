@@ -1,42 +1,54 @@
-"""When the source is free again, and when pinned memory is."""
+"""When the source may be changed or freed, and when pinned memory is given back."""
 
 from __future__ import annotations
 
 import gc
 
+import pytest
 import torch
 
 from accelerators import Accelerator
-from accelerators.testing import fetch
+from accelerators.testing import skip_without
 
 from ..interface import HostToDeviceTransfer
-from ._hooks import GUARD, Hooks
+from ._hooks import GUARD, Hooks, as_it_is_and_cast, each_kind_of_source, host_source, read
 
 
 class Lifetimes(Hooks):
     """Contract, points 3 and 4."""
 
+    @each_kind_of_source
+    @as_it_is_and_cast
     def test_the_source_is_free_after_release_source(
-        self, accelerator: Accelerator, transfer: HostToDeviceTransfer
+        self, accelerator: Accelerator, transfer: HostToDeviceTransfer, kind: str, dtype: torch.dtype
     ) -> None:
-        source, destination = torch.arange(5000.0), accelerator.device_empty(5000, dtype=torch.float32)
-        copy = transfer.submit(destination, source)
-        copy.release_source()
-        source.fill_(GUARD)
-        copy.wait()
-        assert torch.equal(destination.cpu(), torch.arange(5000.0))
+        values = torch.arange(float(self.several_chunks))
+        destination = accelerator.device_empty(self.several_chunks, dtype=dtype)
+        with host_source(accelerator, transfer, values, kind) as source:
+            copy = transfer.submit(destination, source)
+            copy.release_source()
+            source.fill_(GUARD)
+            copy.wait()
+            assert torch.equal(read(accelerator, destination), values.to(dtype))
 
-    def test_sources_dropped_at_once(self, accelerator: Accelerator, transfer: HostToDeviceTransfer) -> None:
+    @pytest.mark.parametrize("prepared", [False, True])
+    def test_sources_dropped_at_once(
+        self, accelerator: Accelerator, transfer: HostToDeviceTransfer, prepared: bool
+    ) -> None:
+        if prepared:
+            skip_without(accelerator, "registers_host_memory")
         copies = []
         for seed in range(3):
             destination = accelerator.device_empty(1, dtype=torch.float32)
             values = torch.randn(1, generator=torch.Generator().manual_seed(seed))
+            if prepared:
+                transfer.prepare(values)
             copies.append((transfer.submit(destination, values), destination))
         del values
         gc.collect()
         for copy, _ in copies:
             copy.wait()
-        got = [round(destination.cpu().item(), 4) for _, destination in copies]
+        got = [round(read(accelerator, destination).item(), 4) for _, destination in copies]
         assert got == [1.5410, 0.6614, 0.3923]
 
     def test_a_source_on_the_device(self, accelerator: Accelerator, transfer: HostToDeviceTransfer) -> None:
@@ -44,7 +56,7 @@ class Lifetimes(Hooks):
         source.copy_(torch.arange(1000.0))
         destination = accelerator.device_empty(1000, dtype=torch.bfloat16)
         transfer.copy(destination, source)
-        assert torch.equal(destination.cpu(), torch.arange(1000.0).bfloat16())
+        assert torch.equal(read(accelerator, destination), torch.arange(1000.0).bfloat16())
 
     def test_a_destination_on_the_host(self, transfer: HostToDeviceTransfer) -> None:
         destination = torch.zeros(1000, dtype=torch.bfloat16)
@@ -58,32 +70,40 @@ class Lifetimes(Hooks):
             transfer.copy(accelerator.device_empty(numel, dtype=torch.bfloat16), torch.zeros(numel))
             assert transfer.pinned_bytes == held
 
-    def test_close_gives_everything_back(self, accelerator: Accelerator) -> None:
+    @each_kind_of_source
+    def test_close_gives_everything_back(self, accelerator: Accelerator, kind: str) -> None:
         before = getattr(accelerator, "pinned_bytes", 0)
         transfer = self.make_transfer(accelerator)
-        destination = accelerator.device_empty(3000, dtype=torch.bfloat16)
-        copy = transfer.submit(destination, torch.arange(3000.0))
-        transfer.close()
-        assert transfer.pinned_bytes == 0
+        values = torch.arange(float(self.several_chunks))
+        destination = accelerator.device_empty(self.several_chunks, dtype=torch.bfloat16)
+        with host_source(accelerator, transfer, values, kind) as source:
+            copy = transfer.submit(destination, source)
+            transfer.close()
+            assert transfer.pinned_bytes == 0
+            copy.wait()
+            assert torch.equal(read(accelerator, destination), values.bfloat16())
+            transfer.close()
         assert getattr(accelerator, "pinned_bytes", 0) == before
-        copy.wait()
-        assert torch.equal(destination.cpu(), torch.arange(3000.0).bfloat16())
-        transfer.close()
 
     def test_use_after_close_starts_afresh(self, accelerator: Accelerator, transfer: HostToDeviceTransfer) -> None:
         for value in (1.0, 2.0):
             destination = accelerator.device_empty(1000, dtype=torch.bfloat16)
             transfer.copy(destination, torch.full((1000,), value))
-            assert (fetch(accelerator, destination) == value).all()
+            assert (read(accelerator, destination) == value).all()
             transfer.close()
 
-    def test_dropping_a_transfer_in_flight(self, accelerator: Accelerator) -> None:
+    @each_kind_of_source
+    def test_dropping_a_transfer_in_flight(self, accelerator: Accelerator, kind: str) -> None:
         before = getattr(accelerator, "pinned_bytes", 0)
         transfer = self.make_transfer(accelerator)
-        destination = accelerator.device_empty(3000, dtype=torch.bfloat16)
-        copy = transfer.submit(destination, torch.arange(3000.0))
-        del transfer
-        gc.collect()
-        assert getattr(accelerator, "pinned_bytes", 0) == before
-        copy.wait()
-        assert torch.equal(destination.cpu(), torch.arange(3000.0).bfloat16())
+        values = torch.arange(float(self.several_chunks))
+        destination = accelerator.device_empty(self.several_chunks, dtype=torch.bfloat16)
+        with host_source(accelerator, transfer, values, kind) as source:
+            given = source.nbytes if kind == "pinned" else 0
+            copy = transfer.submit(destination, source)
+            del transfer
+            gc.collect()
+            if hasattr(accelerator, "pinned_bytes"):
+                assert accelerator.pinned_bytes == before + given
+            copy.wait()
+            assert torch.equal(read(accelerator, destination), values.bfloat16())

@@ -6,15 +6,33 @@ import pytest
 import torch
 
 from accelerators import Accelerator
-from accelerators.testing import fetch
 
-from ..errors import InvalidTensorError, NotATensorError, TransferError, UnsupportedDtypeError
+from ..errors import (
+    InvalidTensorError,
+    NotATensorError,
+    StrategyUnavailableError,
+    TransferError,
+    UnsupportedDtypeError,
+)
 from ..interface import HostToDeviceTransfer
-from ._hooks import GUARD, Hooks
+from ._hooks import GUARD, Hooks, read
 
 
 class Refuses(Hooks):
     """Contract, points 1 and 2: what is refused, and what autograd and inference mode change."""
+
+    def test_it_copies_or_says_why_not(self, accelerator: Accelerator) -> None:
+        destination = accelerator.device_empty(6, dtype=torch.float32)
+        destination.fill_(GUARD)
+        accelerator.synchronize()
+        with self.make_transfer(accelerator) as transfer:
+            try:
+                transfer.copy(destination, torch.arange(6.0))
+            except StrategyUnavailableError:
+                assert transfer.why_not(destination, torch.arange(6.0)) is not None, "it should have said so beforehand"
+                assert (read(accelerator, destination) == GUARD).all()
+            else:
+                assert read(accelerator, destination).tolist() == [0, 1, 2, 3, 4, 5]
 
     def test_refusals_write_nothing(self, accelerator: Accelerator, transfer: HostToDeviceTransfer) -> None:
         destination = accelerator.device_empty(6, dtype=torch.float32)
@@ -42,9 +60,9 @@ class Refuses(Hooks):
             assert "destination: torch.float32 (6,)" in str(caught.value)
             assert "source: " in str(caught.value)
             assert isinstance(caught.value, TransferError)
-        assert (fetch(accelerator, destination) == GUARD).all()
+        assert (read(accelerator, destination) == GUARD).all()
         transfer.copy(destination, torch.arange(6.0))
-        assert fetch(accelerator, destination).tolist() == [0, 1, 2, 3, 4, 5]
+        assert read(accelerator, destination).tolist() == [0, 1, 2, 3, 4, 5]
 
     def test_a_destination_that_overlaps_itself_is_refused(
         self, accelerator: Accelerator, transfer: HostToDeviceTransfer
@@ -54,10 +72,10 @@ class Refuses(Hooks):
         for destination in (memory[:1].expand(4), memory.as_strided((3, 3), (2, 1)), memory.as_strided((2, 2), (1, 1))):
             with pytest.raises(InvalidTensorError, match="share memory"):
                 transfer.submit(destination, torch.zeros(destination.shape))
-        assert (fetch(accelerator, memory) == GUARD).all()
+        assert (read(accelerator, memory) == GUARD).all()
         # These strides look alike and do not overlap: offsets 0, 2, 4, 3, 5, 7.
         transfer.copy(memory.as_strided((2, 3), (3, 2)), torch.arange(6.0).view(2, 3))
-        assert fetch(accelerator, memory).tolist() == [0, GUARD, 1, 3, 2, 4, GUARD, 5]
+        assert read(accelerator, memory).tolist() == [0, GUARD, 1, 3, 2, 4, GUARD, 5]
 
     def test_partial_overlap_is_refused_and_the_same_memory_is_not(
         self, accelerator: Accelerator, transfer: HostToDeviceTransfer
@@ -67,13 +85,13 @@ class Refuses(Hooks):
         transfer.copy(memory, memory)
         with pytest.raises(InvalidTensorError, match="overlap"):
             transfer.submit(memory[1:], memory[:-1])
-        assert fetch(accelerator, memory).tolist() == list(range(12))
+        assert read(accelerator, memory).tolist() == list(range(12))
         transfer.copy(memory[::2], memory[1::2])
-        assert fetch(accelerator, memory).tolist() == [1, 1, 3, 3, 5, 5, 7, 7, 9, 9, 11, 11]
+        assert read(accelerator, memory).tolist() == [1, 1, 3, 3, 5, 5, 7, 7, 9, 9, 11, 11]
         memory.copy_(torch.arange(12.0))
         transfer.copy(memory.view(1, 12), memory.as_strided((1, 12), (99, 1)))  # a stride that nothing uses
         transfer.copy(memory.view(2, 6)[:, :2], memory[2:6].view(2, 2))  # side by side, one of them dense
-        assert fetch(accelerator, memory).tolist() == [2, 3, 2, 3, 4, 5, 4, 5, 8, 9, 10, 11]
+        assert read(accelerator, memory).tolist() == [2, 3, 2, 3, 4, 5, 4, 5, 8, 9, 10, 11]
         with pytest.raises(InvalidTensorError, match="overlap"):
             transfer.submit(memory.view(2, 6)[:, :2], memory[3:7].view(2, 2))
 
@@ -89,14 +107,14 @@ class Refuses(Hooks):
         assert leaf.requires_grad
         assert leaf.is_leaf
         for destination in (plain, leaf):
-            assert torch.equal(fetch(accelerator, destination), torch.arange(800.0).bfloat16())
+            assert torch.equal(read(accelerator, destination), torch.arange(800.0).bfloat16())
 
     def test_first_use_in_inference_mode(self, accelerator: Accelerator, transfer: HostToDeviceTransfer) -> None:
         destination = accelerator.device_empty(1000, dtype=torch.bfloat16)
         with torch.inference_mode():
             transfer.copy(destination, torch.ones(1000))
         transfer.copy(destination, torch.full((1000,), 2.0))
-        assert (fetch(accelerator, destination) == 2).all()
+        assert (read(accelerator, destination) == 2).all()
 
     def test_an_inference_destination_outside_inference_mode(
         self, accelerator: Accelerator, transfer: HostToDeviceTransfer
@@ -116,6 +134,6 @@ class Refuses(Hooks):
         for value, storage in ((1, master.data), (2, pinned), (3, torch.full((700,), 3.0))):
             master.data = storage
             transfer.copy(destination, master)
-            assert (fetch(accelerator, destination) == value).all()
+            assert (read(accelerator, destination) == value).all()
         accelerator.synchronize()
         accelerator.unpin_memory(pinned)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
 from accelerators import Accelerator
-from accelerators.testing import bits, fetch
+from accelerators.testing import bits
 
 from ..interface import HostToDeviceTransfer
-from ._hooks import Hooks, from_bits, random_bits
+from ._hooks import Hooks, as_it_is_and_cast, each_kind_of_source, from_bits, host_source, random_bits, read
 
 # fp32 bits, and the bits that round-to-nearest-even gives in bf16 and fp16. From IEEE 754: ties go
 # to the even neighbour, what rounds past the largest finite value is inf, subnormals are kept.
@@ -47,18 +49,18 @@ ROUNDING = (
 
 
 class SameBits(Hooks):
-    """Contract, point 1: values and dtypes."""
+    """Contract, point 1: values and dtypes. Results are read without a wait: ``copy`` was to wait."""
 
     @pytest.mark.parametrize(("dtype", "column"), [(torch.bfloat16, 1), (torch.float16, 2)])
-    @pytest.mark.parametrize("copies", [1, 67])
     def test_rounds_to_nearest_even(
-        self, accelerator: Accelerator, transfer: HostToDeviceTransfer, dtype: torch.dtype, column: int, copies: int
+        self, accelerator: Accelerator, transfer: HostToDeviceTransfer, dtype: torch.dtype, column: int
     ) -> None:
-        source = from_bits([row[0] for row in ROUNDING]).repeat_interleave(copies)
-        destination = accelerator.device_empty(source.numel(), dtype=dtype)
-        transfer.copy(destination, source)
-        got = fetch(accelerator, destination).view(torch.int16).to(torch.int64) & 0xFFFF
-        assert got.tolist() == [row[column] for row in ROUNDING for _ in range(copies)]
+        for copies in (1, 67):
+            source = from_bits([row[0] for row in ROUNDING]).repeat_interleave(copies)
+            destination = accelerator.device_empty(source.numel(), dtype=dtype)
+            transfer.copy(destination, source)
+            got = read(accelerator, destination).view(torch.int16).to(torch.int64) & 0xFFFF
+            assert got.tolist() == [row[column] for row in ROUNDING for _ in range(copies)]
 
     def test_a_nan_stays_a_nan(self, accelerator: Accelerator, transfer: HostToDeviceTransfer) -> None:
         # The last of these is a payload that plain truncation to bf16 would turn into inf.
@@ -66,44 +68,52 @@ class SameBits(Hooks):
         for dtype in (torch.bfloat16, torch.float16):
             destination = accelerator.device_empty(4, dtype=dtype)
             transfer.copy(destination, source)
-            assert fetch(accelerator, destination).float().isnan().tolist() == [True] * 4
+            assert read(accelerator, destination).float().isnan().tolist() == [True] * 4
 
-    @pytest.mark.parametrize("numel", [1, 2, 999, 1000, 1001, 20_007])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
     def test_equals_a_direct_copy(
-        self, accelerator: Accelerator, transfer: HostToDeviceTransfer, dtype: torch.dtype, numel: int
+        self, accelerator: Accelerator, transfer: HostToDeviceTransfer, dtype: torch.dtype
     ) -> None:
-        source = random_bits(numel, seed=numel)
-        destination = accelerator.device_empty(numel, dtype=dtype)
-        transfer.copy(destination, source)
-        assert torch.equal(bits(fetch(accelerator, destination)), bits(source.to(dtype)))
+        for numel in (1, 2, 999, 1000, 1001, 20_007):
+            source = random_bits(numel, seed=numel)
+            destination = accelerator.device_empty(numel, dtype=dtype)
+            transfer.copy(destination, source)
+            assert torch.equal(bits(read(accelerator, destination)), bits(source.to(dtype))), f"{numel} elements"
+
+    @each_kind_of_source
+    @as_it_is_and_cast
+    def test_whatever_memory_the_source_is_in(
+        self, accelerator: Accelerator, transfer: HostToDeviceTransfer, kind: str, dtype: torch.dtype
+    ) -> None:
+        for numel in (1, 1003, self.several_chunks):
+            values = random_bits(numel, seed=numel)
+            destination = accelerator.device_empty(numel, dtype=dtype)
+            with host_source(accelerator, transfer, values, kind) as source:
+                transfer.copy(destination, source)
+                assert torch.equal(bits(read(accelerator, destination)), bits(values.to(dtype))), f"{numel} elements"
 
     def test_more_than_a_mebibyte(self, accelerator: Accelerator, transfer: HostToDeviceTransfer) -> None:
-        source = random_bits(700_001, seed=2)
-        destination = accelerator.device_empty(700_001, dtype=torch.bfloat16)
+        source = random_bits(530_001, seed=2)
+        destination = accelerator.device_empty(530_001, dtype=torch.bfloat16)
         transfer.copy(destination, source)
-        assert torch.equal(bits(fetch(accelerator, destination)), bits(source.to(torch.bfloat16)))
+        assert torch.equal(bits(read(accelerator, destination)), bits(source.to(torch.bfloat16)))
 
-    @pytest.mark.parametrize("source_dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-    def test_every_pair_of_dtypes(
-        self,
-        accelerator: Accelerator,
-        transfer: HostToDeviceTransfer,
-        source_dtype: torch.dtype,
-        dtype: torch.dtype,
-    ) -> None:
-        source = random_bits(1003, seed=1).to(source_dtype)
-        destination = accelerator.device_empty(1003, dtype=dtype)
-        transfer.copy(destination, source)
-        assert torch.equal(bits(fetch(accelerator, destination)), bits(source.to(dtype)))
+    def test_every_pair_of_dtypes(self, accelerator: Accelerator, transfer: HostToDeviceTransfer) -> None:
+        dtypes = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+        for source_dtype, dtype in itertools.product(dtypes, dtypes):
+            source = random_bits(1003, seed=1).to(source_dtype)
+            destination = accelerator.device_empty(1003, dtype=dtype)
+            transfer.copy(destination, source)
+            assert torch.equal(bits(read(accelerator, destination)), bits(source.to(dtype))), (
+                f"{source_dtype} to {dtype}"
+            )
 
     def test_two_dtypes_in_turn(self, accelerator: Accelerator, transfer: HostToDeviceTransfer) -> None:
         for seed, dtype in enumerate((torch.bfloat16, torch.float32, torch.bfloat16)):
             source = random_bits(2000, seed)
             destination = accelerator.device_empty(2000, dtype=dtype)
             transfer.copy(destination, source)
-            assert torch.equal(bits(fetch(accelerator, destination)), bits(source.to(dtype)))
+            assert torch.equal(bits(read(accelerator, destination)), bits(source.to(dtype)))
 
     def test_no_elements(self, accelerator: Accelerator, transfer: HostToDeviceTransfer) -> None:
         for shape in ((0,), (0, 8), (3, 0, 2)):
@@ -112,9 +122,9 @@ class SameBits(Hooks):
         assert transfer.pinned_bytes == 0
         destination = accelerator.device_empty(3, dtype=torch.bfloat16)
         transfer.copy(destination, torch.arange(3.0))
-        assert fetch(accelerator, destination).tolist() == [0, 1, 2]
+        assert read(accelerator, destination).tolist() == [0, 1, 2]
 
     def test_a_scalar(self, accelerator: Accelerator, transfer: HostToDeviceTransfer) -> None:
         destination = accelerator.device_empty(dtype=torch.float16)
         transfer.copy(destination, torch.tensor(2.5))
-        assert fetch(accelerator, destination).item() == 2.5
+        assert read(accelerator, destination).item() == 2.5

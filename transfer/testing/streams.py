@@ -8,10 +8,10 @@ import torch
 
 from accelerators import Accelerator
 from accelerators.simulated import SimulatedAccelerator
-from accelerators.testing import fetch, skip_without
+from accelerators.testing import skip_without
 
 from ..interface import HostToDeviceTransfer
-from ._hooks import GUARD, Hooks
+from ._hooks import GUARD, Hooks, read
 
 
 class Ordering(Hooks):
@@ -24,7 +24,7 @@ class Ordering(Hooks):
         for _ in range(20):
             accelerator.enqueue_copy(destination, old)
         transfer.copy(destination, torch.ones(200_000))
-        assert (fetch(accelerator, destination) == 1).all()
+        assert (read(accelerator, destination) == 1).all()
 
     def test_a_side_stream_is_used_when_current(self, accelerator: Accelerator, transfer: HostToDeviceTransfer) -> None:
         skip_without(accelerator, "streams")
@@ -37,7 +37,7 @@ class Ordering(Hooks):
             for _ in range(20):
                 accelerator.enqueue_copy(destination, old)
             transfer.copy(destination, torch.ones(200_000))
-        assert (fetch(accelerator, destination) == 1).all()
+        assert (read(accelerator, destination) == 1).all()
 
     def test_order_after_makes_another_stream_see_the_values(
         self, accelerator: Accelerator, transfer: HostToDeviceTransfer
@@ -66,7 +66,7 @@ class Ordering(Hooks):
         copy.wait()
         copy.wait()
         assert copy.done
-        assert torch.equal(destination.cpu(), torch.arange(3000.0).bfloat16())
+        assert torch.equal(read(accelerator, destination), torch.arange(3000.0).bfloat16())
         copy.order_after(accelerator.current_stream())
         copy.release_source()
 
@@ -77,7 +77,7 @@ class Ordering(Hooks):
             if copy.done:
                 break
         assert copy.done
-        assert torch.equal(destination.cpu(), torch.arange(3000.0).bfloat16())
+        assert torch.equal(read(accelerator, destination), torch.arange(3000.0).bfloat16())
 
     def test_two_copies_in_flight(self, accelerator: Accelerator, transfer: HostToDeviceTransfer) -> None:
         destinations = [accelerator.device_empty(2500, dtype=torch.bfloat16) for _ in range(4)]

@@ -1,113 +1,15 @@
-"""A conformance suite for accelerators, and tools to test with them. Needs pytest.
-
-A vendor's test file::
-
-    from accelerators.testing import AcceleratorConformance
-
-    class TestAcme(AcceleratorConformance):
-        accelerator_name = "acme"
-"""
+"""The protocol of an accelerator as tests."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
 
-from . import Accelerator, AcceleratorUnavailableError, get_accelerator
-from .protocol import check_accelerator
-
-
-def unavailable_reason(name: str) -> str | None:
-    """Why the accelerator registered as ``name`` cannot be used here, as one sentence, or None.
-
-    Raises:
-        AcceleratorError: The name is unknown or the registration is wrong, which no test should skip.
-    """
-    try:
-        return get_accelerator(name).unavailable_reason()
-    except AcceleratorUnavailableError as error:
-        return str(error)
-
-
-def accelerator_or_skip(name: str, config: pytest.Config) -> Accelerator:
-    """The accelerator, or a skip with its reason; a failure under ``--require-accelerator=name``."""
-    reason = unavailable_reason(name)
-    if reason is None:
-        return get_accelerator(name)
-    if name in config.getoption("--require-accelerator"):
-        pytest.fail(f"--require-accelerator={name}: {reason}", pytrace=False)
-    pytest.skip(reason)
-
-
-def skip_without(accelerator: Accelerator, *capabilities: str) -> None:
-    """Skips the running test, with the accelerator's own sentence, where a capability is missing."""
-    reason = accelerator.capabilities.why_not(*capabilities)
-    if reason is not None:
-        pytest.skip(reason)
-
-
-def fetch(accelerator: Accelerator, tensor: Tensor) -> Tensor:
-    """A host copy of what ``tensor`` holds once the device has finished everything."""
-    accelerator.synchronize(tensor.device.index)
-    return tensor.detach().cpu().clone()
-
-
-def bits(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor, element after element, so that NaN and signed zeros compare."""
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-
-
-@contextmanager
-def failing(
-    accelerator: Accelerator, method: str, error: BaseException, *, after: int = 0, times: int = 1
-) -> Iterator[list[str]]:
-    """Makes a public method of one accelerator raise, within the block.
-
-    Args:
-        accelerator: Any object whose attributes can be set.
-        method: A method such as ``"enqueue_copy"``, or ``"Event.record"`` for the objects that
-            ``Event()`` returns.
-        error: What is raised.
-        after: Calls that still work first.
-        times: Calls that raise then; later ones work again.
-
-    Yields:
-        A list that grows by ``method`` with each call, raising or not.
-    """
-    owner, _, inner = method.partition(".")
-    calls: list[str] = []
-    active = True
-
-    def guarded(call: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(call, assigned=())
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if active:  # objects that were made in the block may be used after it
-                calls.append(method)
-                if after < len(calls) <= after + times:
-                    raise error
-            return call(*args, **kwargs)
-
-        return wrapper
-
-    original = getattr(accelerator, owner)
-
-    def with_guarded_method(*args: Any, **kwargs: Any) -> Any:
-        made = original(*args, **kwargs)
-        setattr(made, inner, guarded(getattr(made, inner)))
-        return made
-
-    with mock.patch.object(accelerator, owner, with_guarded_method if inner else guarded(original)):
-        try:
-            yield calls
-        finally:
-            active = False
+from ..protocol import Accelerator, check_accelerator
+from .tools import accelerator_or_skip, bits, fetch, skip_without
 
 
 class AcceleratorConformance:
