@@ -7,7 +7,7 @@ import torch
 from tests.zero3.stand_ins import SteppingStage3
 
 NUMEL = 8
-#: What lies in a buffer that is free: whoever reads it too late, or copies from it, shows it.
+#: What lies in a buffer that is free: a read that is too late, or a copy from it, shows it.
 FREE = -99.0
 
 

@@ -193,7 +193,7 @@ def test_attaching_what_attach_built_keeps_it_attachs(simulated, engine):
     assert simulated.pinned_bytes == 0
 
 
-def test_hooks_are_undone_through_any_sequence_of_other_patches(simulated):
+def test_patches_are_undone_through_any_sequence_of_other_patches(simulated):
     original = vars(Stage3)[COPY_BACK]
     first, second = Stage3(simulated), Stage3(simulated)
     zero3.attach(first, Spy(simulated))

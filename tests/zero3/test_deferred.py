@@ -35,7 +35,7 @@ def test_copies_run_behind_the_next_update_and_are_finished_before_parameters_ar
     optimizer.step()
     first_update, second_update, third_update = optimizer.seen_at_update
     assert first_update == [BEFORE] * 3
-    assert second_update[0] == BEFORE, "submitted, and nobody has waited"
+    assert second_update[0] == BEFORE, "submitted, and not waited for"
     assert third_update[:2] == [BEFORE] * 2
     assert optimizer.seen_at_gather == [after(0), after(1), after(2)]
     assert optimizer.values() == optimizer.seen_at_gather
@@ -204,7 +204,7 @@ class Looks(SteppingStage3):
         self.seen = [*getattr(self, "seen", []), self.values()[sub_group_id]]
 
 
-def test_whoever_looks_right_after_a_copy_back_sees_it_finished(simulated, config, monkeypatch):
+def test_a_subclass_that_looks_right_after_a_copy_back_sees_it_finished(simulated, config, monkeypatch):
     monkeypatch.setattr(stage3, "optimizer_classes", lambda: [Stage3, SteppingStage3])
     optimizer = Looks(simulated, sub_groups=3)
     zero3.attach(optimizer, build_transfer(config, simulated))

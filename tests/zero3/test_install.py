@@ -41,7 +41,7 @@ def test_a_refused_install_installs_nothing():
     assert not patching.active
 
 
-def test_install_hooks_deepspeeds_classes_and_uninstall_restores_them():
+def test_install_patches_deepspeeds_classes_and_uninstall_restores_them():
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 

@@ -57,7 +57,7 @@ def test_buffers_that_were_replaced_are_prepared_anew(simulated, optimizer):
     zero3.attach(optimizer, transfer)
     optimizer.step()
     optimizer.replace_manager()
-    assert optimizer.freed == [], "the old buffers are read by nobody, but page-locked"
+    assert optimizer.freed == [], "the old buffers are not read any more, but page-locked"
     optimizer.step()
     gc.collect()
     assert optimizer.freed == [[False] * 4], "given back before they were freed"

@@ -1,4 +1,4 @@
-"""CPU Adam in tiles: the bits of one call, and only where nobody looks at the result in between."""
+"""CPU Adam in tiles: the bits of one call, and only where no other code looks at the result in between."""
 
 import functools
 import types
@@ -98,7 +98,7 @@ def test_another_tensor_is_updated_whole(cpu_adam):
     assert parameter.data.ne(0).all()
 
 
-def test_only_deepspeeds_own_adam_whose_result_nobody_changes_is_cut(cpu_adam, monkeypatch):
+def test_only_deepspeeds_own_adam_whose_result_no_other_code_changes_is_cut(cpu_adam, monkeypatch):
     def fresh(cls=cpu_adam):
         return cls([torch.nn.Parameter(torch.zeros(4))])
 

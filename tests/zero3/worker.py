@@ -30,7 +30,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "autocast": torch.float
 
 
 class ForgetsToWait(PinnedStagedTransfer):
-    """What the deferred copy would be if nobody waited: must be noticed."""
+    """What the deferred copy would be without the wait: must be noticed."""
 
     def submit(self, destination, source):
         super().submit(destination, source)

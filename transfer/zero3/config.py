@@ -16,7 +16,7 @@ from ..schema.problems import format_value
 #: Top-level key of a DeepSpeed config that holds our section, or the path of a YAML file with it.
 SECTION = "host_to_device_transfer"
 
-#: What somebody who has forgotten the key's name might write, and DeepSpeed would ignore.
+#: What a user who does not remember the key might write, and DeepSpeed would ignore.
 _SHORT_FORMS = ("h2d", "h2d_transfer", "host_to_device", "transfer")
 
 logger = logging.getLogger("transfer")

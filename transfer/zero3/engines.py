@@ -46,7 +46,7 @@ def attach(engine: Any, transfer: HostToDeviceTransfer | ConfigLike | None = Non
         The transfer in use.
 
     Raises:
-        AttachError: The engine does not run ZeRO-3, or somebody else has replaced its copy-back.
+        AttachError: The engine does not run ZeRO-3, or other code has replaced the copy-back of its instance.
         ConfigError: The configuration has mistakes.
         AcceleratorFailedError: The accelerator is unknown or not available here.
         Exception: What the strategy's ``prepare`` raises. The engine is unchanged in every case.

@@ -47,7 +47,7 @@ def is_patched(function: Any) -> bool:
 
 
 def remove_all() -> None:
-    """Gives every method back, except where somebody else has wrapped the patch: there it stays."""
+    """Gives every method back, except where other code has wrapped the patch: there it stays."""
     for owner, name in list(active):
         function = vars(owner)[name]
         while function in _originals:

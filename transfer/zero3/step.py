@@ -2,8 +2,8 @@
 
 ``step`` plans, and waits at the end of the step, however it is reached; ``update`` makes the update in tiles where no
 later update hides the copy; ``copy_back`` submits; ``release`` waits for a master whose buffer DeepSpeed is about to
-reuse; ``post_step``, in which parameters are gathered, waits for everything. Who looks at a partition between steps
-sees a finished copy.
+reuse; ``post_step``, in which parameters are gathered, waits for everything. Between steps every copy
+is finished.
 """
 
 from __future__ import annotations

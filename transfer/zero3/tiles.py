@@ -17,7 +17,7 @@ from .stage3 import CPU_ADAM_MODULE, STEP, replacing_op, updates_in_parts
 
 #: Tiles begin at multiples of this many elements: far above 8 registers of 16 values, the op's stride.
 ALIGNMENT_ELEMENTS = 2**16
-#: What is left when a tile would be smaller goes as a whole: 2^21 elements cross in about 0.2 ms.
+#: What is left when a tile would be smaller goes as a whole: 2^21 elements are copied in about 0.2 ms.
 SMALLEST_ELEMENTS = 2**21
 #: Whose functions may make up the step of CPU Adam: others might change the result after it.
 _KNOWN_MODULES = {
