@@ -22,7 +22,7 @@ def test_an_interrupt_is_one_line_and_its_own_exit_status(monkeypatch, capsys):
 
 
 def test_an_interrupted_command_ends_its_ranks(tmp_path):
-    """Although only the command itself was told."""
+    """All of them, although a terminal interrupts the command and what shares its session; they print nothing."""
     worker = tmp_path / "sleeper.py"
     worker.write_text(
         "import os, pathlib, time\n"
@@ -40,15 +40,17 @@ def test_an_interrupted_command_ends_its_ranks(tmp_path):
         [sys.executable, "-c", program],
         env={"PYTHONPATH": ":".join([str(tmp_path), str(ROOT), *sys.path]), "PATH": ""},
         stderr=subprocess.PIPE,
+        start_new_session=True,
     )
     try:
         deadline = time.monotonic() + 60
         while len(list(pids.iterdir())) < 2:
             assert time.monotonic() < deadline
             time.sleep(0.1)
-        started.send_signal(signal.SIGINT)
+        os.killpg(started.pid, signal.SIGINT)
         _, error = started.communicate(timeout=60)
         assert error.endswith(b"KeyboardInterrupt\n")
+        assert error.count(b"Traceback") == 1, "the command's own"
     finally:
         started.kill()
     for path in pids.iterdir():
