@@ -19,10 +19,10 @@ SCHEMA_VERSION = 1
 _SIMULATED = "simulated"
 
 _DESCRIPTION = """\
-Trains a small language model twice under DeepSpeed ZeRO-3 with the optimizer on
-the host: first with this package, then under DeepSpeed alone. Both runs start
-from the same weights and see the same text, the reference manual that comes with
-Python. The weights must agree in every bit at the end.
+Trains a small language model twice under DeepSpeed ZeRO-3 with the optimizer
+on the host: first with this package, then under DeepSpeed alone. Both runs
+start from the same weights and read the same text, Python's own reference
+manual. The weights must agree in every bit at the end.
 
 Without an accelerator the demo takes the simulated one: host memory that poses
 as a device, where copies happen as late as the program allows. A missing wait
@@ -32,14 +32,14 @@ shows up there as wrong values. Its times say nothing about a real device.
 _EPILOG = """\
 examples:
   h2d demo                         what most people want
-  h2d demo --accelerator simulated the same on a machine with GPUs, without them
+  h2d demo --accelerator simulated without the GPUs of this machine
   h2d demo --config transfer.yaml  with strategies of your own choice
   h2d demo --json > demo.json      with every loss and the seconds of every step
 
 next: add `zero3.attach(engine)` to your script, or start it by `h2d run`.
 
-Exit status: 0 if no element differs; 1 if one does, if no copy went through this
-package, or if a rank failed; 2 if an argument is wrong; 130 after Ctrl-C.
+Exit status: 0 if no element differs; 1 if one does, if no copy went through
+this package, or if a rank failed; 2 if an argument is wrong; 130 after Ctrl-C.
 """
 
 

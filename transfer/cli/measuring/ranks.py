@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+_LAUNCH = "--launch"
 
 
 class Ranks:
@@ -85,13 +89,14 @@ def launch(
     with tempfile.TemporaryDirectory(prefix="h2d-") as directory:
         given, result = Path(directory, "options.json"), Path(directory, "result.json")
         given.write_text(json.dumps({"worker": worker, "options": dict(options), "process_group": process_group}))
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-        command = [*torchrun, "-m", __name__, str(given), str(result)]
+        command = [sys.executable, "-m", __name__, _LAUNCH, str(ranks), str(given), str(result)]
+        environment = {**os.environ, "OMP_NUM_THREADS": str(share)}
         # What ranks and libraries print goes to the standard error (2): the result alone is for the caller.
-        with subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": str(share)}, stdout=2) as started:
+        # In a session of its own, so that Ctrl-C reaches this process alone.
+        with subprocess.Popen(command, env=environment, stdout=2, start_new_session=True) as started:
             try:
                 status = started.wait()
-            except BaseException:  # Ctrl-C: torchrun ends its ranks when it is asked to, and not when it is killed
+            except BaseException:  # Ctrl-C: the launcher ends its ranks when it is asked to, and not when it is killed
                 started.terminate()
                 started.wait()
                 raise
@@ -111,7 +116,28 @@ def _function(worker: str) -> Callable[[dict[str, Any], Ranks], Any]:
     return function
 
 
+def _launcher() -> int:
+    """Runs torchrun, and says in a line what torchrun says in forty. The ranks have printed their errors."""
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    logging.disable(logging.ERROR)
+    ranks, *files = sys.argv[2:]
+    try:
+        run.main(["--standalone", f"--nproc_per_node={ranks}", "-m", __spec__.name, *files])
+    except SignalException:
+        return 130
+    except ChildFailedError as error:
+        for rank, failure in sorted(error.failures.items()):
+            if failure.exitcode < 0:
+                print(f"rank {rank} was ended by {failure.signal_name()}", file=sys.stderr)
+        return 1
+    return 0
+
+
 def _one_rank() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # as torchrun may send: without a traceback
     given, result = Path(sys.argv[1]), Path(sys.argv[2])
     spec = json.loads(given.read_text())
     import torch
@@ -140,4 +166,6 @@ def _one_rank() -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == _LAUNCH:
+        sys.exit(_launcher())
     _one_rank()
