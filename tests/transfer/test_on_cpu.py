@@ -44,7 +44,7 @@ def test_what_copies_a_tensor_on_cpu(config, says):
 @pytest.mark.parametrize("strategy", ["pinned_staged", "pinned_direct"])
 def test_without_fallback_nothing_is_written_on_cpu(strategy):
     destination = torch.full((300_000,), -77.0)
-    with build_transfer({"strategy": strategy, "fallback": False}, accelerator="cpu") as transfer:
-        with pytest.raises(StrategyUnavailableError, match=CPU):
-            transfer.copy(destination, torch.arange(300_000.0))
+    transfer = build_transfer({"strategy": strategy, "fallback": False}, accelerator="cpu")
+    with pytest.raises(StrategyUnavailableError, match=CPU):
+        transfer.copy(destination, torch.arange(300_000.0))
     assert (destination == -77).all()
