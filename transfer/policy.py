@@ -24,8 +24,9 @@ from .strategies.pinned_direct import NOT_PAGE_LOCKED
 NVME_SWAPPED = "nvme_swapped"
 #: Below this many bytes at the destination, the fixed cost of staging outweighs what it gains.
 SMALL_BYTES = 2**20
-#: The same for a source that is page-locked already, where nothing is staged.
-SMALL_PAGE_LOCKED_BYTES = 2**16
+#: The same for a source that is page-locked, where nothing is staged. On an H200, from fp32 to bf16, `pinned_direct`
+#: took 139 us from ``submit`` to the values for 256 KiB, and `pageable` 128; for 512 KiB it was 142 against 168.
+SMALL_PAGE_LOCKED_BYTES = 2**19
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,8 @@ class TransferPolicy:
     1. ``rules``, in order; then ``strategy``, unless it is ``measured``. Where such a strategy cannot make the copy,
        the rows below decide; with ``fallback: false`` the copy is an error.
     2. A copy within the host or within the device: ``pageable``. Values in a file: ``nvme_swapped``.
-    3. ``measured``: the fastest by the profile.
-    4. Too small to gain from anything else, or an accelerator without streams, events or pinning: ``pageable``.
+    3. Too small to gain from anything else, or an accelerator without streams, events or pinning: ``pageable``.
+    4. ``measured``: the fastest by the profile.
     5. ``pinned_direct``, ``pinned_staged``, ``pageable``.
 
     Args:
@@ -192,7 +193,7 @@ class TransferPolicy:
         """What nothing in the configuration names."""
         if isinstance(source, SwappedTensor):
             return Decision(NVME_SWAPPED, "The values are in a file, and are copied on while it is read.")
-        profile = self._profile_of(accelerator)
+        profile = self._profile_of(accelerator) if destination.nbytes >= SMALL_PAGE_LOCKED_BYTES else None
         measured = None if profile is None else self._measured(profile, destination, source, waits, without)
         if measured is not None:
             return measured

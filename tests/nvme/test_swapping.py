@@ -18,6 +18,7 @@ from transfer import (
     NotATensorError,
     NvmeSwappedConfig,
     SwapFileNotFoundError,
+    TransferBusyError,
     UnsupportedDtypeError,
     build_transfer,
     nvme,
@@ -313,7 +314,7 @@ def test_no_copy_waits_for_pageable_memory_or_casts_on_its_way(root, simulated):
 
 
 def test_a_copy_inside_a_copy(root, simulated):
-    """Such as by a signal handler: it uses memory of its own."""
+    """Such as by a signal handler: it is refused, and neither spoils the other."""
     first = swap_out(torch.arange(CHUNK * 3.0), root)
     second = swap_out(torch.arange(CHUNK * 3.0) + 1, root)
     inner = simulated.device_empty(CHUNK * 3, dtype=torch.float32)
@@ -323,13 +324,15 @@ def test_a_copy_inside_a_copy(root, simulated):
     def enter(destination, source):
         if not entered:
             entered.append(1)
-            transfer.copy(inner, second)
+            with pytest.raises(TransferBusyError):
+                transfer.copy(inner, second)
         enqueue(destination, source)
 
     simulated.enqueue_copy = enter
     outer = device_copy(transfer, first)
     assert entered
     assert torch.equal(outer, torch.arange(CHUNK * 3.0))
+    transfer.copy(inner, second)
     assert torch.equal(inner, torch.arange(CHUNK * 3.0) + 1)
     transfer.close()
     assert simulated.pinned_bytes == 0

@@ -143,9 +143,9 @@ def test_a_pinned_source_goes_directly(simulated):
     assert policy.select(destination, strided).strategy == "pinned_staged"
 
 
-@pytest.mark.parametrize(("numel", "strategy"), [(2**15 - 1, "pageable"), (2**15, "pinned_direct")])
+@pytest.mark.parametrize(("numel", "strategy"), [(2**18 - 1, "pageable"), (2**18, "pinned_direct")])
 def test_small_copies_from_page_locked_memory(simulated, numel, strategy):
-    """2^15 bf16 elements are 64 KiB, the threshold for them."""
+    """2^18 bf16 elements are 512 KiB, the threshold for them."""
     source = simulated.pin_empty(numel, dtype=torch.float32)
     decision = TransferPolicy({}, simulated).select(simulated.device_empty(numel, dtype=torch.bfloat16), source)
     assert decision.strategy == strategy

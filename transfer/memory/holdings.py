@@ -77,9 +77,7 @@ class Holdings:
         return made
 
     def total(self, attribute: str) -> int:
-        """The sum of an attribute, such as ``pinned_bytes``, over the holdings that have it; 0 in a fork."""
-        if not self._is_here:
-            return 0
+        """The sum of an attribute, such as ``pinned_bytes``, over the holdings that have it."""
         return sum(getattr(held, attribute, 0) for held in tuple(self._held.values()))
 
     def of(self, kind: type[HoldingT]) -> list[HoldingT]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from accelerators import Accelerator
+from accelerators.errors import REFUSALS
 
 from ..in_flight import EventCopy
 from ..stats import Counters
@@ -79,22 +80,24 @@ class ScratchRing:
         with accelerator.stream(accelerator.current_stream(self._device_index)):  # makes the device current
             self._slots = [_Slot(accelerator.Stream()) for _ in range(self._number)]  # type: ignore[misc]  # has streams
 
-    def allocate(self) -> None:
+    def allocate(self) -> BaseException | None:
         """Allocates the scratch, which chunks need that cannot be copied right into the destination. Idempotent.
 
-        Raises:
-            Exception: What the accelerator raises when memory is refused; no scratch is held then.
+        Returns:
+            The error where memory is refused; no scratch is held then.
         """
-        try:
-            for slot in self._slots:
-                if slot.scratch is None:
-                    # On the slot's stream, to which an allocator that keeps freed memory apart by stream ties it.
-                    with self._accelerator.stream(slot.stream), torch.inference_mode(False):
-                        slot.scratch = self._accelerator.device_empty(self.chunk_elements, dtype=self._dtype)
-        except BaseException:
-            for slot in self._slots:  # of a set that was never complete, so no copy has used it
-                slot.scratch = None
-            raise
+        for slot in self._slots:
+            if slot.scratch is not None:
+                continue
+            # On the slot's stream, to which an allocator that keeps freed memory apart by stream ties it.
+            with self._accelerator.stream(slot.stream), torch.inference_mode(False):
+                try:
+                    slot.scratch = self._accelerator.device_empty(self.chunk_elements, dtype=self._dtype)
+                except REFUSALS as error:
+                    for other in self._slots:  # of a set that was never complete, so no copy has used it
+                        other.scratch = None
+                    return error
+        return None
 
     @contextmanager
     def session(self) -> Iterator[None]:

@@ -273,9 +273,8 @@ class NvmeSwappedTransfer(BufferedTransfer):
             return ScratchRing(accelerator, dtype, elements, _SLOTS, index, self._counters)
 
         scratch = self._held.get(("scratch", destination.device, dtype), make)
-        try:
-            scratch.allocate()
-        except REFUSALS as error:
+        error = scratch.allocate()
+        if error is not None:
             raise StrategyUnavailableError(
                 f"{self.config.scratch_bytes} bytes of device scratch are refused: {error}. Lower "
                 "`nvme_swapped.chunk_elements`, or set `nvme_swapped.cast: host`."

@@ -186,9 +186,8 @@ class PinnedDirectTransfer(BufferedTransfer):
         return self._held.get((destination.device, dtype), make)
 
     def _allocate(self, ring: ScratchRing, dtype: torch.dtype) -> None:
-        try:
-            ring.allocate()
-        except REFUSALS as error:
+        error = ring.allocate()
+        if error is not None:
             raise StrategyUnavailableError(
                 f"{self.config.scratch_bytes(dtype)} bytes of device scratch are refused: {error}. Lower "
                 "`pinned_direct.chunk_elements`."

@@ -63,6 +63,7 @@ def pair(simulated):
 def test_the_cheapest_wins_and_the_reason_quotes_the_numbers(simulated, profile):
     profile()
     destination, source = pair(simulated)
+    source = simulated.pin_empty(LARGE, dtype=torch.float32)
     deferred = TransferPolicy({"strategy": "measured"}, simulated).select(destination, source)
     assert deferred.strategy == "pinned_direct"  # 10 us of the host, the rest behind the update
     assert deferred.reason == (
