@@ -4,13 +4,21 @@ Those that ask for ``device_name`` run for each but ``cpu``, which has no memory
 """
 
 import functools
-import gc
 
 import pytest
 
 from accelerators import available_accelerators
 from accelerators.simulated import SimulatedAccelerator
 from accelerators.testing import accelerator_or_skip, unavailable_reason
+
+#: Errors while a test runs. In pyproject.toml they would be errors in plug-ins too, such as one of pytest-benchmark
+#: while pytest-xdist starts, which ends the whole run.
+WARNINGS = ("error", "ignore::DeprecationWarning:deepspeed", "ignore::FutureWarning:deepspeed")
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        item.add_marker(pytest.mark.filterwarnings(*WARNINGS), append=False)  # a test's own come after, and win
 
 
 def pytest_generate_tests(metafunc):
@@ -23,12 +31,6 @@ def pytest_generate_tests(metafunc):
 @functools.cache  # asked for every test function; each answer looks through everything that is installed
 def accelerators_here(required):
     return [name for name in available_accelerators() if name in required or unavailable_reason(name) is None]
-
-
-def pytest_collection_finish():
-    """What is imported stays: tests that collect garbage need not look at it, which took a third of a second each."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture

@@ -100,9 +100,8 @@ class CleanFailures(Hooks):
                 assert torch.equal(read(accelerator, another), new), f"{what}: the copy before it is wrong"
             if hasattr(accelerator, "pinned_bytes"):
                 assert accelerator.pinned_bytes == pinned + transfer.pinned_bytes, f"{what}: a buffer was lost"
-            for value in (1.0, 2.0):
-                source.fill_(value)
-                _copies_or_refuses(accelerator, transfer, destination, source)
+            source.fill_(3)
+            _copies_or_refuses(accelerator, transfer, destination, source)
         return calls
 
     @each_error

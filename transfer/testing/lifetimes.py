@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -16,6 +17,13 @@ from ._hooks import GUARD, Hooks, as_it_is_and_cast, each_kind_of_source, host_s
 
 class Lifetimes(Hooks):
     """Contract, points 3 and 4."""
+
+    @pytest.fixture
+    def _collects_quickly(self) -> Iterator[None]:
+        """A collection looks at what the test has made alone, and not at all that was ever imported."""
+        gc.freeze()
+        yield
+        gc.unfreeze()
 
     @each_kind_of_source
     @as_it_is_and_cast
@@ -31,6 +39,7 @@ class Lifetimes(Hooks):
             copy.wait()
             assert torch.equal(read(accelerator, destination), values.to(dtype))
 
+    @pytest.mark.usefixtures("_collects_quickly")
     @pytest.mark.parametrize("prepared", [False, True])
     def test_sources_dropped_at_once(
         self, accelerator: Accelerator, transfer: HostToDeviceTransfer, prepared: bool
@@ -92,6 +101,7 @@ class Lifetimes(Hooks):
             assert (read(accelerator, destination) == value).all()
             transfer.close()
 
+    @pytest.mark.usefixtures("_collects_quickly")
     @each_kind_of_source
     def test_dropping_a_transfer_in_flight(self, accelerator: Accelerator, kind: str) -> None:
         before = getattr(accelerator, "pinned_bytes", 0)

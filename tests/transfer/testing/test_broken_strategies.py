@@ -7,6 +7,8 @@ import pytest
 
 from tests.running import run_python
 
+pytestmark = pytest.mark.slow
+
 BROKEN = Path(__file__).with_name("broken.py")
 
 #: The tests of the suite that must fail, each for a strategy of ``broken.py``.
