@@ -50,5 +50,5 @@ def test_the_floor_is_the_oldest_that_is_allowed():
 
 def test_the_version_is_that_of_the_distribution():
     assert transfer.__version__ == version("host-to-device-transfer")
-    with pytest.raises(AttributeError, match="no attribute 'versoin'"):
-        transfer.versoin  # noqa: B018
+    with pytest.raises(AttributeError, match="no attribute 'no_such_name'"):
+        transfer.no_such_name  # noqa: B018
