@@ -7,34 +7,36 @@ from typing import Any
 
 from rich.text import Text
 
-from ..measuring.table import console, hardware_line, make_table
+from ..measuring.report import Column, console, hardware_line, make_table, number
 
-_COLUMNS = ("run", "first\nloss", "last\nloss", "seconds\na step", "copies", "elements\nthat differ")
+
+def _differing(elements: int | None) -> str | Text:
+    if elements is None:
+        return "-"
+    return Text(f"{elements:,}", style="bold red" if elements else "green")
+
+
+_COLUMNS = (
+    Column("run", "name"),
+    Column("first\nloss", "first_loss", number(".3f")),
+    Column("last\nloss", "last_loss", number(".3f")),
+    Column("seconds\na step", "median_step_seconds", number(".3f")),
+    Column("copies", "copies", number(",")),
+    Column("elements\nthat differ", "differing", _differing),
+)
 
 
 def show(report: Mapping[str, Any]) -> None:
     """Prints the table and what it says in plain words."""
     out = console()
     ours, alone = report["runs"]
-    differing, elements = report["elements_that_differ"], report["elements"]
+    rows = [{**run, "first_loss": run["losses"][0], "last_loss": run["losses"][-1]} for run in (ours, alone)]
+    rows[0]["differing"], rows[1]["copies"] = report["elements_that_differ"], None
     out.print(Text(hardware_line(report["hardware"], report["ranks"])))
-    found = Text(f"{differing:,}", style="green" if differing == 0 else "bold red")
-    out.print(make_table("", _COLUMNS, [[_row(ours, f"{ours['copies']:,}", found), _row(alone, "-", "-")]]))
-    out.print(Text(_verdict(ours, differing, elements)))
+    out.print(make_table("", _COLUMNS, [rows]))
+    out.print(Text(_verdict(ours, report["elements_that_differ"], report["elements"])))
     if report["accelerator"] == "simulated":
         out.print(Text("The accelerator is simulated, so the times say nothing about a real one."))
-
-
-def _row(run: Mapping[str, Any], copies: str, differing: str | Text) -> tuple[str | Text, ...]:
-    losses = run["losses"]
-    return (
-        run["name"],
-        f"{losses[0]:.3f}",
-        f"{losses[-1]:.3f}",
-        f"{run['median_step_seconds']:.3f}",
-        copies,
-        differing,
-    )
 
 
 def _verdict(ours: Mapping[str, Any], differing: int, elements: int) -> str:
