@@ -1,6 +1,7 @@
 """``h2d bench zero3``: real ZeRO-3 steps on the simulated accelerator, and the figures made of them."""
 
 import json
+import time
 
 import pytest
 
@@ -9,8 +10,7 @@ from transfer.cli.bench_copy import command as bench
 from transfer.cli.bench_zero3 import command as bench_zero3
 from transfer.cli.bench_zero3 import worker as zero3_worker
 from transfer.cli.bench_zero3.report import with_figures
-from transfer.cli.bench_zero3.transformer import Shape, Transformer
-from transfer.cli.measuring import options as measuring_options
+from transfer.cli.bench_zero3.transformer import Transformer, shape_of
 from transfer.cli.measuring.ranks import Ranks, RanksFailedError
 
 TINY = {"layers": 1, "hidden": 64, "sub_groups": 3, "batch": 1, "sequence": 8, "optimizer": "adamw", "steps": 2}
@@ -27,6 +27,7 @@ def watched():
         "nvme": None,
         "nvme_pipeline": False,
         "verify_every_step": False,
+        "limit_seconds": None,
         "strategies": ["copies_nothing", "pageable", "pinned_direct", "refusing", "wrong_in_one_bit"],
     }
     done = run_program(
@@ -35,7 +36,7 @@ def watched():
         from transfer.cli.measuring.ranks import launch
 
         worker = "tests.cli.zero3_worker:measure"
-        print(json.dumps(launch(worker, {options!r}, 2, threads=1, process_group=False)))
+        print(json.dumps(launch(worker, {options!r}, 2, threads=1, deepspeed=True)))
         """,
         timeout=280,
     )
@@ -46,7 +47,7 @@ def watched():
 @pytest.fixture
 def report(watched, monkeypatch, capsys):
     """What the command prints of it as JSON."""
-    monkeypatch.setattr(bench_zero3, "run_worker", lambda *given, **how: watched)
+    monkeypatch.setattr(bench_zero3, "launch", lambda *given, **how: watched)
     assert bench.main(["zero3", *WORDS, "--ranks", "2", "--json"]) == 1
     return json.loads(capsys.readouterr().out)
 
@@ -69,7 +70,7 @@ def test_every_copy_back_takes_its_steps_on_two_ranks(report):
 @pytest.mark.slow
 def test_the_engine_is_described(report):
     engine = report["engine"]
-    model = Transformer(Shape(layers=1, hidden=64))
+    model = Transformer(layers=1, hidden=64)
     assert engine["parameters"] == sum(parameter.numel() for parameter in model.parameters())
     assert 1 < len(engine["sub_group_elements"]) <= 3
     assert engine["master_bytes"] == 4 * sum(engine["sub_group_elements"])
@@ -126,7 +127,7 @@ def test_what_cannot_run_is_listed_and_nothing_stays_pinned(watched):
 
 @pytest.mark.slow
 def test_the_table_shows_wrong_bits_and_what_page_locking_cost_and_fails_the_command(watched, capsys, monkeypatch):
-    monkeypatch.setattr(bench_zero3, "run_worker", lambda *given, **how: watched)
+    monkeypatch.setattr(bench_zero3, "launch", lambda *given, **how: watched)
     assert bench.main(["zero3", "--layers", "1", "--hidden", "64", "--steps", "2"]) == 1
     out = capsys.readouterr().out
     wrong = [one for one in watched["measurements"] if one["right_bits"] is False]
@@ -184,10 +185,10 @@ def test_memory_that_is_unknown_is_not_made_up():
 
 @pytest.mark.parametrize("wanted", [10**6, 10**8, 10**9, 10**10])
 def test_a_model_has_about_the_parameters_asked_for(wanted):
-    shape = Shape.of(wanted)
-    block = 12 * shape.hidden**2 + 13 * shape.hidden  # matrices and biases, and two layer norms
-    assert shape.layers * block == pytest.approx(wanted, rel=0.3 if wanted < 10**8 else 0.06)
-    assert shape.hidden % 64 == 0
+    layers, hidden = shape_of(wanted)
+    block = 12 * hidden**2 + 13 * hidden  # matrices and biases, and two layer norms
+    assert layers * block == pytest.approx(wanted, rel=0.3 if wanted < 10**8 else 0.06)
+    assert hidden % 64 == 0
 
 
 @pytest.mark.parametrize(
@@ -212,10 +213,10 @@ def test_wrong_arguments_end_with_status_2(capsys, arguments, message):
 
 def test_a_failing_rank_is_an_error_and_no_json(capsys, monkeypatch):
     def launch(worker, given, ranks, **how):
-        assert (worker, ranks, how["spawn"]) == ("transfer.cli.bench_zero3.worker:measure", 1, True)
+        assert (worker, ranks, how["deepspeed"]) == ("transfer.cli.bench_zero3.worker:measure", 1, True)
         raise RanksFailedError(f"{worker} failed on {ranks} ranks (exit status 1); see above")
 
-    monkeypatch.setattr(measuring_options, "launch", launch)
+    monkeypatch.setattr(bench_zero3, "launch", launch)
     assert bench.main(["zero3", *WORDS, "--json"]) == 1
     printed = capsys.readouterr()
     assert printed.out == ""
@@ -243,7 +244,7 @@ def test_a_limit_ends_the_measurement_with_what_fits(monkeypatch, steps, limit, 
             now[0] += 2
             begun.append((number, checked))
 
-    monkeypatch.setattr(zero3_worker.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     Bench().rounds(lambda _what: None)
     assert [number for number, _ in begun] == rounds
     assert [number for number, checked in begun if checked] == [0, rounds[-1]]

@@ -57,6 +57,7 @@ def test_wrong_bits_are_seen_although_the_masters_are_in_files(tmp_path):
         "nvme": str(tmp_path),
         "nvme_pipeline": False,
         "verify_every_step": False,
+        "limit_seconds": None,
         "strategies": ["copies_nothing", "pageable", "refusing", "wrong_in_one_bit"],
     }
     done = run_program(
@@ -65,7 +66,7 @@ def test_wrong_bits_are_seen_although_the_masters_are_in_files(tmp_path):
         from transfer.cli.measuring.ranks import launch
 
         worker = "tests.cli.zero3_worker:measure"
-        print(json.dumps(launch(worker, {options!r}, threads=1, spawn=True, process_group=False)))
+        print(json.dumps(launch(worker, {options!r}, threads=1, deepspeed=True)))
         """,
         environment=ENVIRONMENT,
         timeout=200,

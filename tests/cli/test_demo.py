@@ -62,7 +62,7 @@ def a_report(**changed):
 def test_the_table_fits_into_80_columns_and_says_what_it_means(capsys):
     show(a_report())
     out = capsys.readouterr().out
-    table = [line for line in out.splitlines() if line.startswith((" ours", " alone", " run"))]
+    table = [line for line in out.splitlines() if line.startswith(("ours", "alone", "run"))]
     assert [line.split() for line in table[1:]] == [
         ["ours", "7.250", "3.500", "0.125", "12", "0"],
         ["alone", "7.250", "3.500", "0.125", "-", "-"],

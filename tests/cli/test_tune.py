@@ -10,7 +10,6 @@ from accelerators import get_accelerator
 from accelerators.simulated import SimulatedAccelerator
 from accelerators.testing import failing
 from transfer import MachineProfile, PageableTransfer, load_config
-from transfer.cli.measuring import options
 from transfer.cli.measuring.copies import Case, Variant, refusal
 from transfer.cli.measuring.ranks import Ranks, RanksFailedError
 from transfer.cli.tune import command as tune
@@ -44,8 +43,8 @@ def worker(monkeypatch):
     """Runs the worker on an accelerator that a test has made."""
 
     def run(accelerator, ranks=Ranks(), **options):  # noqa: B008 - keeps nothing
-        given = {"accelerator": accelerator, "config": None, "elements": [500, 5000], "rounds": 1, "nvme": None}
-        return MachineProfile.model_validate(tune_worker.run({**given, "drive_bounds": {}, **options}, ranks))
+        given = {"accelerator": accelerator, "config": None, "elements": [500, 5000], "quick": True, "nvme": None}
+        return MachineProfile.model_validate(tune_worker.run({**given, **options}, ranks))
 
     return run
 
@@ -134,7 +133,7 @@ def test_ranks_and_threads_reach_the_launch(monkeypatch, capsys):
         assert given["elements"] == [500, 5000]
         raise RanksFailedError("not really")
 
-    monkeypatch.setattr(options, "launch", launch)
+    monkeypatch.setattr(tune, "launch", launch)
     assert tune.main([*TINY, "--ranks", "2", "--threads", "3", "--elements", "5000", "500", "500"]) == 1
     assert capsys.readouterr().err == "h2d tune: not really\n"
 

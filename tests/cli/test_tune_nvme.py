@@ -63,24 +63,27 @@ def test_nothing_of_drives_without_being_asked(capsys, monkeypatch):
 
 
 def test_where_o_direct_is_refused_it_says_so(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(tune_drive, "_writes_directly", lambda _direct: False)
+    monkeypatch.setattr(tune_drive, "goes_past_the_cache", lambda _attempt: False)
     assert tune.main([*TINY, "--nvme", str(tmp_path)]) == 0
     assert MachineProfile.load().drive.direct is False
     out = " ".join(capsys.readouterr().out.split())
     assert "through the page cache, as O_DIRECT is refused: not the drive's own rates" in out
 
 
-@pytest.mark.parametrize("refuses", ["open", "pwrite"])
+@pytest.mark.parametrize("refuses", ["open", "pwritev"])
 def test_o_direct_is_refused_at_once_or_at_the_first_write(tmp_path, monkeypatch, refuses):
-    real = getattr(os, refuses)
+    real, direct = getattr(os, refuses), []
 
     def refusing(*given):
-        if refuses == "pwrite" or (len(given) > 1 and given[1] & os.O_DIRECT):
+        asks = given[1] & os.O_DIRECT if refuses == "open" and len(given) > 1 else refuses == "pwritev" and not direct
+        if asks:
+            direct.append(given)
             raise OSError(errno.EINVAL, "no direct access here")
         return real(*given)
 
     monkeypatch.setattr(os, refuses, refusing)
     assert measure_drive(str(tmp_path), Ranks(), SMALL)["direct"] is False
+    assert len(direct) == 1
 
 
 @pytest.mark.parametrize("after", [0, 3, 12])

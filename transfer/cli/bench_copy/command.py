@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..measuring.options import add_common_options, add_strategies_option, choices, run_worker
+from ..measuring.options import add_common_options, choices, tell, tells_errors
 from ..measuring.quantities import count, dtype_name
+from ..measuring.ranks import launch
 
 SCHEMA_VERSION = 2
 
@@ -18,6 +18,7 @@ Exit status: 0; 1 where a variant left wrong bits or the work failed; 2 where th
 """
 
 
+@tells_errors("h2d bench")
 def main(arguments: Sequence[str]) -> int:
     """Measures copies, or hands over to ``zero3``; returns the exit status."""
     if arguments and arguments[0] == "zero3":
@@ -28,55 +29,45 @@ def main(arguments: Sequence[str]) -> int:
     if arguments and not arguments[0].startswith("-"):
         parser.error(f"unknown form {arguments[0]!r}; there is `h2d bench` and `h2d bench zero3`")
     options = parser.parse_args(arguments)
-    strategies, file_strategies = _sources(parser, options)
-    if options.plot is not None:
-        from .plot import why_no_plot
-
-        obstacle = why_no_plot(options.plot)
-        if obstacle is not None:
-            parser.error(f"argument --plot: {obstacle}")
-    given = {name: getattr(options, name) for name in ("rounds", "accelerator", "config", "nvme")}
-    given.update(elements=list(dict.fromkeys(options.elements)), dtypes=list(dict.fromkeys(options.dtypes)))
-    given.update(strategies=strategies, file_strategies=file_strategies)
-    measured = run_worker("transfer.cli.bench_copy.worker:measure", given, options)
-    if measured is None:
-        return 1
+    options.strategies, options.file_strategies = _sources(parser, options)
+    from .plot import plot, why_no_plot
     from .report import show, with_figures
 
+    obstacle = None if options.plot is None else why_no_plot(Path(options.plot))
+    if obstacle is not None:
+        parser.error(f"argument --plot: {obstacle}")
+    measured = launch("transfer.cli.bench_copy.worker:measure", vars(options), options.ranks, threads=options.threads)
+    measurements = list(with_figures(measured["measurements"]))
     report = {
         "schema_version": SCHEMA_VERSION,
         "command": "bench",
-        "hardware": measured["hardware"],
         "ranks": options.ranks,
         "rounds": options.rounds,
         "source_dtype": "float32",
-        "nvme": measured["nvme"],
-        "measurements": list(with_figures(measured["measurements"])),
-        "not_run": measured["not_run"],
+        **measured,
+        "measurements": measurements,
     }
-    if options.json:
-        print(json.dumps(report, indent=1))
-    else:
-        show(report)
+    tell(report, options, show)
     if options.plot is not None:
-        from .plot import plot
-
-        plot(report, options.plot)
-    right = all(one["right_bits"] is not False for one in report["measurements"])
-    read = options.nvme is None or any(one["from_file"] for one in report["measurements"])
+        plot(report, Path(options.plot))
+    right = all(one["right_bits"] is not False for one in measurements)
+    read = options.nvme is None or any(one["from_file"] for one in measurements)
     return 0 if right and read else 1
 
 
 def _sources(parser: argparse.ArgumentParser, options: argparse.Namespace) -> tuple[list[str], list[str]]:
     """The strategies that copy from memory, and those that copy from files."""
-    from .variants import NVME_VARIANTS, reads_files, with_variants
+    from ...registry import get_strategy
+    from .variants import NVME_SWAPPED, NVME_VARIANTS
 
     strategies = choices(parser, options, also=NVME_VARIANTS)
-    in_files = [name for name in strategies if reads_files(name)]
-    if options.nvme is None and options.strategies is not None and in_files:
-        parser.error(f"argument --strategies: {in_files[0]} copies values from files: say where with --nvme DIR")
+    in_files = [name for name in strategies if name in NVME_VARIANTS or get_strategy(name).reads_swapped]
     in_memory = [name for name in strategies if name not in in_files]
-    return in_memory, with_variants(in_files) if options.nvme is not None else []
+    if options.nvme is None:
+        if options.strategies is not None and in_files:
+            parser.error(f"argument --strategies: {in_files[0]} copies values from files: say where with --nvme DIR")
+        return in_memory, []
+    return in_memory, list(dict.fromkeys([*in_files, *(NVME_VARIANTS if NVME_SWAPPED in in_files else ())]))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -87,32 +78,18 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_common_options(parser)
-    add_strategies_option(parser)
+    add_common_options(parser, strategies=True)
     add = parser.add_argument
-    sizes = [2**20, 2**24, 2**28]
-    add(
-        "--elements",
-        type=count,
-        nargs="+",
-        default=sizes,
-        metavar="N",
-        help="elements of the partition, such as 1000000, 1e6 or 2^28; several (default: 2^20 2^24 2^28)",
-    )
-    add(
-        "--dtypes",
-        type=dtype_name,
-        nargs="+",
-        default=["bfloat16"],
-        metavar="DTYPE",
-        help="of the destination: bfloat16 (default), float16, float32; several",
-    )
+    sizes = "elements of the partition, such as 1000000, 1e6 or 2^28; several (default: 2^20 2^24 2^28)"
+    add("--elements", type=count, nargs="+", default=[2**20, 2**24, 2**28], metavar="N", help=sizes)
+    dtypes = "of the destination: bfloat16 (default), float16, float32; several"
+    add("--dtypes", type=dtype_name, nargs="+", default=["bfloat16"], metavar="DTYPE", help=dtypes)
     add("--rounds", type=count, default=7, metavar="N", help="measurements of each variant (default 7)")
     add(
         "--nvme",
         metavar="DIR",
-        help="also copy values from a file in this directory, read past the page cache: nvme_swapped in every form, "
+        help="also copy values from a file in this directory, read past the page cache: every variant of nvme_swapped, "
         "what DeepSpeed does, and the bare reads; each rank has a file of its own, deleted in the end",
     )
-    add("--plot", type=Path, metavar="FILE", help="draw rate against size into a .png, .svg or .pdf")
+    add("--plot", metavar="FILE", help="draw rate against size into a .png, .svg or .pdf")
     return parser

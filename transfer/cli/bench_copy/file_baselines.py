@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,22 +19,20 @@ from ...nvme.open_file import O_DIRECT, opened
 from ...nvme.swapped_tensor import SwappedTensor
 from ...registry import get_strategy
 from ..measuring.baselines import Baseline
-from ..measuring.raw_io import in_requests, read_request
+from ..measuring.raw_io import in_requests, move_all
+from ..measuring.report import plural
 
 #: Names that other figures refer to. The first is followed by how many threads read.
 RAW_READ = "raw read"
-AIO_READ = "raw read, DeepSpeed aio"
 DEEPSPEED_FROM_NVME = "DeepSpeed from NVMe"
-SWAP_BUFFER = "DeepSpeed swap buffer"
-SWAP_BUFFER_DIRECT = "swap buffer, pinned_direct"
 
 
 class RawRead(Baseline):
-    """The least time possible: threads read the file past the page cache, and nothing is done with the bytes."""
+    """The lower bound: threads read the file past the page cache. The bytes go nowhere."""
 
     summary = "nothing but O_DIRECT reads of the file into host memory, as fio does"
     reads_swapped = True
-    copies: ClassVar[bool] = False
+    copies = False
 
     def __init__(self, accelerator: Accelerator, dtype: torch.dtype, threads: int, request_bytes: int) -> None:
         super().__init__(accelerator, dtype)
@@ -57,7 +56,7 @@ class RawRead(Baseline):
         with opened(source.path, O_DIRECT) as descriptor:
 
             def move(_thread: int, offset: int, length: int) -> None:
-                read_request(descriptor, buffer[offset : offset + length], source.offset_bytes + offset)
+                move_all(os.preadv, descriptor, buffer[offset : offset + length], source.offset_bytes + offset)
 
             in_requests(self._pool, self._threads, memory.numel(), self._request_bytes, move)
 
@@ -111,7 +110,7 @@ class SwapBuffer(Baseline):
         with contextlib.ExitStack() as waiting:
             for handle, threads in self._handles:
                 length = round_down(self._buffer.numel() - begin, math.lcm(ALIGNMENT_BYTES, threads))
-                if length == 0:  # nothing may be waited for then
+                if length == 0:  # a wait would have nothing to wait for, and block
                     continue
                 part = self._buffer.narrow(0, begin, length)
                 if handle.async_pread(part, str(source.path), source.offset_bytes + begin) != 0:
@@ -121,19 +120,15 @@ class SwapBuffer(Baseline):
 
 
 class AioRead(SwapBuffer):
-    """As ``RawRead``, by DeepSpeed's op."""
-
     summary = "nothing but reads of the file by DeepSpeed's aio op into its own locked buffer"
     reads_swapped = True
-    copies: ClassVar[bool] = False
+    copies = False
 
     def _copy(self, destination: Tensor, source: Any) -> None:  # noqa: ARG002 - nothing reaches the device
         self._read(source)
 
 
 class DeepSpeedFromNvme(SwapBuffer):
-    """What ZeRO-3 does with a master partition on NVMe."""
-
     summary = "the aio op reads the whole file into a locked buffer, then DeepSpeed's blocking copy (ZeRO-3)"
     reads_swapped = True
 
@@ -143,8 +138,6 @@ class DeepSpeedFromNvme(SwapBuffer):
 
 
 class SwapBufferCopy(SwapBuffer):
-    """The second half of what ZeRO-3 does with a master partition on NVMe."""
-
     summary = "DeepSpeed's blocking copy alone, from memory that the aio op has locked"
 
     def prepare(self, source: Any) -> None:
@@ -156,13 +149,11 @@ class SwapBufferCopy(SwapBuffer):
 
 
 class SwapBufferDirect(SwapBufferCopy):
-    """The same memory, made known to the device."""
-
     summary = "the same memory page-locked in place by pinned_direct"
 
     def __init__(self, accelerator: Accelerator, dtype: torch.dtype, threads: int) -> None:
         super().__init__(accelerator, dtype, threads)
-        self._direct = get_strategy("pinned_direct")(None, accelerator, fallback=False)
+        self._direct = get_strategy("pinned_direct")(None, accelerator)
 
     @property
     def scratch_bytes(self) -> int:
@@ -185,9 +176,9 @@ def make_file_baselines(
 ) -> dict[str, Baseline]:
     """Each baseline by its name, in the order of a table; allocates nothing yet."""
     return {
-        f"{RAW_READ}, {threads} thread{'s' * (threads > 1)}": RawRead(accelerator, dtype, threads, request_bytes),
-        AIO_READ: AioRead(accelerator, dtype, threads),
+        f"{RAW_READ}, {plural(threads, 'thread')}": RawRead(accelerator, dtype, threads, request_bytes),
+        f"{RAW_READ}, DeepSpeed aio": AioRead(accelerator, dtype, threads),
         DEEPSPEED_FROM_NVME: DeepSpeedFromNvme(accelerator, dtype, threads),
-        SWAP_BUFFER: SwapBufferCopy(accelerator, dtype, threads),
-        SWAP_BUFFER_DIRECT: SwapBufferDirect(accelerator, dtype, threads),
+        "DeepSpeed swap buffer": SwapBufferCopy(accelerator, dtype, threads),
+        "swap buffer, pinned_direct": SwapBufferDirect(accelerator, dtype, threads),
     }

@@ -7,8 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich.text import Text
-
 from ..measuring.baselines import DEEPSPEED, LINK
 from ..measuring.quantities import format_bytes, format_count
 from ..measuring.report import (
@@ -22,6 +20,7 @@ from ..measuring.report import (
     mebibytes,
     number,
     plural,
+    say,
     verdict,
 )
 from ..measuring.statistics import median_ratio, slowest, spread_percent
@@ -119,9 +118,9 @@ def by_case(entries: Sequence[Measurement]) -> dict[tuple[str, int], list[Measur
 def show(report: Mapping[str, Any]) -> None:
     """Prints tables for each size and dtype, and what could not run."""
     out, nvme = console(), report["nvme"]
-    out.print(Text(hardware_line(report["hardware"], report["ranks"])))
+    say(out, hardware_line(report["hardware"], report["ranks"]))
     if nvme is not None:
-        out.print(Text(files_line(nvme)))
+        say(out, files_line(nvme))
     refused = by_case(report["not_run"])
     for (dtype, elements), measurements in by_case(report["measurements"]).items():
         groups = [
@@ -135,10 +134,10 @@ def show(report: Mapping[str, Any]) -> None:
         if any(groups[2:]):
             out.print(make_table("from files", _FROM_FILE, groups[2:]))
         for entry in refused.get((dtype, elements), ()):
-            out.print(Text(f"not run: {entry['variant']}: {entry['reason']}"))
-    out.print(Text(_NOTE.format(rounds=plural(report["rounds"], "round"))))
+            say(out, f"not run: {entry['variant']}: {entry['reason']}")
+    say(out, _NOTE.format(rounds=plural(report["rounds"], "round")))
     if nvme is not None:
-        out.print(Text(_FILE_NOTE))
+        say(out, _FILE_NOTE)
     out.print(legend({one["variant"]: one["summary"] for one in report["measurements"] if one["summary"]}))
 
 

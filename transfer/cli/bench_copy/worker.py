@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-from accelerators import Accelerator
-
 from ...accelerator_choice import AcceleratorChoice
 from ...config_file import resolve_config
 from ...nvme.mounts import file_system
@@ -22,14 +20,14 @@ from ..measuring.progress import progress
 from ..measuring.ranks import Ranks
 from .variants import NVME_SWAPPED, file_variants, memory_variants, swap_out_for_reading
 
+Entries = list[dict[str, Any]]
+
 
 def measure(options: Mapping[str, Any], ranks: Ranks) -> dict[str, Any]:
     """Measures every variant for each size and dtype.
 
     Args:
-        options: ``elements``, ``dtypes``, ``strategies`` and ``file_strategies`` (lists), ``rounds``,
-            ``accelerator`` (a registered name or None), ``config`` (a YAML file with the strategies'
-            sections, or None) and ``nvme`` (a directory for files, or None).
+        options: Those of the command line, with ``file_strategies`` beside ``strategies``.
         ranks: Those that copy at the same time.
 
     Returns:
@@ -40,15 +38,15 @@ def measure(options: Mapping[str, Any], ranks: Ranks) -> dict[str, Any]:
         TransferError: The accelerator or the configuration is refused.
     """
     accelerator = AcceleratorChoice(options["accelerator"]).resolve()
-    cases = list(itertools.product(options["dtypes"], options["elements"]))
-    measurements: list[dict[str, Any]] = []
-    not_run: list[dict[str, Any]] = []
+    cases = list(itertools.product(dict.fromkeys(options["dtypes"]), dict.fromkeys(options["elements"])))
+    measurements: Entries = []
+    not_run: Entries = []
     with progress(len(cases) * (options["rounds"] + 1), visible=ranks.rank == 0) as advance:
         for dtype, elements in cases:
-            measured, refused = _measure_case(accelerator, elements, dtype, options, ranks, advance)
-            what = {"elements": elements, "dtype": dtype}
-            measurements += [{**what, **one} for one in measured]
-            not_run += [{**what, "variant": name, "reason": reason} for name, reason in refused]
+            case = Case.of(accelerator, ranks, elements, getattr(torch, dtype))
+            measured, refused = _measure(case, options, advance)
+            measurements += [{"elements": elements, "dtype": dtype, **one} for one in measured]
+            not_run += [{"elements": elements, "dtype": dtype, **one} for one in refused]
     nvme = None
     if options["nvme"] is not None:
         section: Any = resolve_config(options["config"]).section(NVME_SWAPPED)
@@ -57,22 +55,13 @@ def measure(options: Mapping[str, Any], ranks: Ranks) -> dict[str, Any]:
     return {"hardware": describe(accelerator), "nvme": nvme, "measurements": measurements, "not_run": not_run}
 
 
-def _measure_case(
-    accelerator: Accelerator,
-    elements: int,
-    dtype_name: str,
-    options: Mapping[str, Any],
-    ranks: Ranks,
-    advance: Callable[[str], None],
-) -> tuple[list[dict[str, Any]], list[tuple[str, str]]]:
-    """What was measured, and what was refused with its reason."""
-    dtype: torch.dtype = getattr(torch, dtype_name)
-    case = Case.of(accelerator, ranks, elements, dtype)
+def _measure(case: Case, options: Mapping[str, Any], advance: Callable[[str], None]) -> tuple[Entries, Entries]:
+    """What was measured of one case, and what was refused."""
     running: list[Variant] = []
-    not_run: list[tuple[str, str]] = []
+    not_run: Entries = []
     with contextlib.ExitStack() as closing:  # every pinned byte goes back before the next size begins
-        config = resolve_config(options["config"])
-        variants = memory_variants(accelerator, dtype, case.source, config, options["strategies"])
+        config, accelerator, dtype = resolve_config(options["config"]), case.accelerator, case.destination.dtype
+        variants = list(memory_variants(accelerator, dtype, case.source, config, options["strategies"]))
         if options["nvme"] is not None:
             written: list[SwappedTensor] = []
 
@@ -80,12 +69,12 @@ def _measure_case(
                 written.append(swap_out_for_reading(case.source, options["nvme"]))
                 closing.callback(written[0].delete)
 
-            reason = refusal(ranks, write)
+            reason = refusal(case.ranks, write)
             if reason is None:
                 names = options["file_strategies"]
                 variants += file_variants(accelerator, dtype, case.source, written[0], config, names)
             else:
-                not_run.append(("everything that reads files", reason))
+                not_run.append({"variant": "everything that reads files", "reason": reason})
         for variant in variants:
             closing.callback(variant.transfer.close)
             reason = case.refusal(variant)
@@ -93,13 +82,13 @@ def _measure_case(
                 running.append(variant)
             else:
                 variant.transfer.close()
-                not_run.append((variant.name, reason))
-        advance(f"{dtype_name} {elements:,}: warmed up")
-        for round_number in range(1, options["rounds"] + 1):
-            measure_one = case.checked if round_number == options["rounds"] else case.timed
+                not_run.append({"variant": variant.name, "reason": reason})
+        advance(f"{case}: warmed up")
+        for number in range(1, options["rounds"] + 1):
+            measure_one = case.checked if number == options["rounds"] else case.timed
             for variant in running:
                 variant.seconds.append(measure_one(variant))
-            advance(f"{dtype_name} {elements:,}: round {round_number}")
+            advance(f"{case}: round {number}")
         return [_result(variant, case) for variant in running], not_run
 
 

@@ -4,74 +4,51 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
-import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
 from typing import Any
 
 from ...errors import StrategyUnavailableError
-from ..measuring.options import add_common_options, add_strategies_option, choices, fail, run_worker
+from ..measuring.options import add_common_options, choices, tell, tells_errors
 from ..measuring.quantities import count
-from ..measuring.ranks import usable_cores
+from ..measuring.ranks import launch, usable_cores
 
 SCHEMA_VERSION = 2
 
 #: Options that the report repeats.
-_REPORTED = ("sub_groups", "batch", "sequence", "steps", "optimizer", "verify_every_step")
+_REPORTED = ("ranks", "layers", "hidden", "limit_seconds", "sub_groups", "batch", "sequence", "steps", "optimizer")
 _MOST_THREADS = 12  # more do not make DeepSpeed's CPU Adam faster
 
 
+@tells_errors("h2d bench")
 def main(arguments: Sequence[str]) -> int:
     """Measures steps; returns the exit status."""
     parser = _parser()
     options = parser.parse_args(arguments)
-    strategies = _strategies(parser, options)
-    layers, hidden = _shape(parser, options)
+    options.strategies = _strategies(parser, options)
+    options.layers, options.hidden = _shape(parser, options)
     if options.threads is None:
         options.threads = max(1, min(_MOST_THREADS, usable_cores() // options.ranks))
-    reported = {"layers": layers, "hidden": hidden, "limit_seconds": options.limit}
-    reported.update({name: getattr(options, name) for name in _REPORTED})
-    given = {name: getattr(options, name) for name in ("accelerator", "config", "nvme_pipeline")}
     nvme = None
     with contextlib.ExitStack() as cleaning:
-        directory = None
         if options.nvme is not None:
-            try:
-                directory, nvme = _swap_files(options, cleaning)
-            except (StrategyUnavailableError, OSError) as error:
-                return fail(options, error)
-        # In processes of its own even for one rank: DeepSpeed's accelerator and process group are the process's.
-        measured = run_worker(
-            "transfer.cli.bench_zero3.worker:measure",
-            {**reported, **given, "strategies": strategies, "nvme": directory},
-            options,
-            spawn=True,
-            process_group=False,
-        )
-    if measured is None:
-        return 1
-    from .report import show, with_figures
+            options.nvme, nvme = _swap_files(options, cleaning)
+        worker = "transfer.cli.bench_zero3.worker:measure"
+        measured = launch(worker, vars(options), options.ranks, threads=options.threads, deepspeed=True)
+    from .report import page_lock, show, with_figures
 
-    measurements = list(with_figures(measured["measurements"]))
     report = {
         "schema_version": SCHEMA_VERSION,
         "command": "bench zero3",
-        "hardware": measured["hardware"],
-        "ranks": options.ranks,
-        **reported,
+        **{name: getattr(options, name) for name in (*_REPORTED, "verify_every_step")},
         "nvme": nvme,
-        "engine": measured["engine"],
-        "page_lock": _page_lock(measured),
-        "measurements": measurements,
-        "not_run": measured["not_run"],
+        **measured,
+        "page_lock": page_lock(measured),
+        "measurements": list(with_figures(measured["measurements"])),
     }
-    if options.json:
-        print(json.dumps(report, indent=1))
-    else:
-        show(report)
-    return 0 if all(one["right_bits"] is not False for one in measurements) else 1
+    tell(report, options, show)
+    return 0 if all(one["right_bits"] is not False for one in report["measurements"]) else 1
 
 
 def _strategies(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[str]:
@@ -89,7 +66,7 @@ def _swap_files(options: argparse.Namespace, cleaning: contextlib.ExitStack) -> 
 
     Raises:
         StrategyUnavailableError: DeepSpeed's aio op is not there.
-        OSError: The directory cannot be made.
+        SwapError: The directory cannot be made.
     """
     from accelerators.deepspeed_aio import unavailable_reason
 
@@ -106,25 +83,14 @@ def _swap_files(options: argparse.Namespace, cleaning: contextlib.ExitStack) -> 
     return directory, {"file_system": file_system(own), "pipelined": options.nvme_pipeline}
 
 
-def _page_lock(measured: dict[str, Any]) -> dict[str, Any]:
-    """What it took to page-lock the sources, on the slowest rank of each round."""
-    from ..measuring.statistics import slowest
-
-    seconds = slowest(measured["page_lock"]["seconds_by_rank"])
-    gib = measured["engine"]["source_bytes"] / 2**30
-    per_gib = statistics.median(seconds) / gib if seconds else None
-    return {**measured["page_lock"], "seconds": seconds, "seconds_per_gib": per_gib}
-
-
 def _shape(parser: argparse.ArgumentParser, options: argparse.Namespace) -> tuple[int, int]:
     """Layers and width of the model. Ends the program with status 2 where they are not well given."""
-    from .transformer import HEAD_WIDTH, Shape
+    from .transformer import HEAD_WIDTH, shape_of
 
     if (options.layers is None) != (options.hidden is None):
         parser.error("--layers and --hidden go together")
     if options.layers is None:
-        shape = Shape.of(options.parameters or 10**9)
-        return shape.layers, shape.hidden
+        return shape_of(options.parameters or 10**9)
     if options.parameters is not None:
         parser.error("give either --parameters or --layers and --hidden")
     if options.hidden % HEAD_WIDTH:
@@ -139,37 +105,26 @@ def _parser() -> argparse.ArgumentParser:
         "optimizer steps and whole iterations with every copy-back, step by step in turn.",
         epilog="Exit status: 0; 1 where a variant left wrong bits or the work failed; 2 where the arguments are wrong.",
     )
-    add_common_options(parser)
-    add_strategies_option(parser)
+    add_common_options(parser, strategies=True)
     add = parser.add_argument
     add("--parameters", type=count, metavar="N", help="of the model, about (default 1e9)")
     add("--layers", type=count, metavar="N", help="instead of --parameters, with --hidden")
     add("--hidden", type=count, metavar="N", help="width of each layer, a multiple of 64")
     add("--sub-groups", type=count, default=4, metavar="N", help="on each rank, at most (default 4)")
     add("--steps", type=count, default=12, metavar="N", help="of each variant (default 12)")
-    add("--limit", type=count, metavar="SECONDS", help="make no more steps of each than fit in so long")
+    limit = "make no more steps of each than fit in so long"
+    add("--limit", type=count, metavar="SECONDS", dest="limit_seconds", help=limit)
     add("--batch", type=count, default=1, metavar="N", help="sequences on each rank (default 1)")
     add("--sequence", type=count, default=512, metavar="N", help="tokens in each (default 512)")
-    add(
-        "--optimizer",
-        choices=("cpu_adam", "adamw"),
-        default="cpu_adam",
-        help="cpu_adam: DeepSpeed's, which needs a compiler (default); adamw: torch's own",
+    optimizers = "cpu_adam: DeepSpeed's, which needs a compiler (default); adamw: torch's own"
+    add("--optimizer", choices=("cpu_adam", "adamw"), default="cpu_adam", help=optimizers)
+    nvme = (
+        "with the optimizer's state in files in this directory (offload_optimizer.device: nvme), deleted in the end; "
+        "needs DeepSpeed's aio op, which this command does not build"
     )
-    add(
-        "--nvme",
-        metavar="DIR",
-        help="with the optimizer's state in files in this directory (offload_optimizer.device: nvme), deleted in the "
-        "end; needs DeepSpeed's aio op, which this command does not build",
-    )
-    add(
-        "--nvme-pipeline",
-        action="store_true",
-        help="with --nvme: pipeline_read and pipeline_write, and 12 swap buffers in place of 5",
-    )
-    add(
-        "--verify-every-step",
-        action="store_true",
-        help="compare bits after every step, not only after the first and the last",
-    )
+    add("--nvme", metavar="DIR", help=nvme)
+    pipeline = "with --nvme: pipeline_read and pipeline_write, and 12 swap buffers in place of 5"
+    add("--nvme-pipeline", action="store_true", help=pipeline)
+    verify = "compare bits after every step, not only after the first and the last"
+    add("--verify-every-step", action="store_true", help=verify)
     return parser

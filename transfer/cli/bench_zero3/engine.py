@@ -8,17 +8,19 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from ...errors import AcceleratorFailedError
 from ...zero3.stage3 import Stage3
 from .on_nvme import check_lock_limit, check_swapped, offload_section, sources
-from .transformer import Shape, Transformer
+from .transformer import Transformer
 
 
 def start_deepspeed(accelerator: Any) -> None:
     """Lets DeepSpeed use ``accelerator``, this rank's device of it, and a process group of its kind.
 
     Args:
-        accelerator: DeepSpeed's own choice, or one that can stand in for it, as the simulated one can.
+        accelerator: DeepSpeed's own choice, or one that DeepSpeed can use in its place, as the simulated one.
 
     Raises:
         AcceleratorFailedError: DeepSpeed has chosen another one.
@@ -55,23 +57,26 @@ def make_engine(options: Mapping[str, Any], accelerator: Any) -> Any:
     """
     import deepspeed
 
-    offload = offload_section(options)
-    config: dict[str, Any] = {
+    zero: dict[str, Any] = {"stage": 3, "offload_optimizer": offload_section(options)}
+    config = {
         "train_micro_batch_size_per_gpu": options["batch"],
         "bf16": {"enabled": True},
         "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": {"stage": 3, "offload_optimizer": offload},
+        "zero_optimization": zero,
         "steps_per_print": 10**9,
     }
     # Partitioned while it is built: no rank ever holds the whole model.
     with deepspeed.zero.Init(config_dict_or_path=config):
-        model = Transformer(Shape(options["layers"], options["hidden"]))
+        model = Transformer(options["layers"], options["hidden"])
     parameters: list[Any] = list(model.parameters())
     share = sum(parameter.ds_tensor.numel() for parameter in parameters)
     # DeepSpeed closes a sub-group when it has reached this size, so at most as many as wanted come out.
-    size = config["zero_optimization"]["sub_group_size"] = -(-share // options["sub_groups"])
-    check_lock_limit(offload, size + max(parameter.ds_tensor.numel() for parameter in parameters))
-    optimizer = _optimizer(options["optimizer"], model, options.get("learning_rate", 1e-5))
+    size = zero["sub_group_size"] = -(-share // options["sub_groups"])
+    check_lock_limit(zero["offload_optimizer"], size + max(parameter.ds_tensor.numel() for parameter in parameters))
+    optimizer_class: Any = torch.optim.AdamW
+    if options["optimizer"] == "cpu_adam":
+        from deepspeed.ops.adam import DeepSpeedCPUAdam as optimizer_class
+    optimizer = optimizer_class(parameters, lr=options.get("learning_rate", 1e-5))
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
     if options["nvme"] is not None:
         check_swapped(engine.optimizer)
@@ -81,17 +86,6 @@ def make_engine(options: Mapping[str, Any], accelerator: Any) -> Any:
     return engine
 
 
-def _optimizer(name: str, model: Transformer, learning_rate: float) -> Any:
-    """An optimizer that runs on the host."""
-    if name == "adamw":
-        from torch.optim import AdamW
-
-        return AdamW(model.parameters(), lr=learning_rate)
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-    return DeepSpeedCPUAdam(model.parameters(), lr=learning_rate)
-
-
 def describe_engine(engine: Any) -> dict[str, Any]:
     """What the measured engine is like, on this rank."""
     optimizer = engine.optimizer
@@ -99,7 +93,7 @@ def describe_engine(engine: Any) -> dict[str, Any]:
     return {
         "parameters": sum(parameter.ds_numel for parameter in engine.module.parameters()),
         "sub_group_elements": elements,
-        "swapped_sub_groups": sum(Stage3(optimizer).is_swapped(sub_group_id) for sub_group_id in range(len(elements))),
+        "swapped_sub_groups": len(Stage3(optimizer).swapped()),
         "master_bytes": 4 * sum(elements),
         "source_bytes": sum(memory.nbytes for memory in sources(optimizer)),
     }

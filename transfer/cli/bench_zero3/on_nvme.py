@@ -1,7 +1,7 @@
 """``h2d bench zero3 --nvme``: the optimizer's state in files, and where its master partitions are then.
 
 DeepSpeed reads the state of a sub-group into its swap buffers, updates it there, copies the master back and
-writes the state to its files again. Between steps the files are all there is of it.
+writes the state to its files again. Between steps the files alone have it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,7 @@ _BUFFERS, _PIPELINED_BUFFERS = 5, 12
 
 
 def offload_section(options: Mapping[str, Any]) -> dict[str, Any]:
-    """``offload_optimizer`` of the DeepSpeed config.
-
-    Args:
-        options: ``nvme``, a directory or None, and ``nvme_pipeline``.
-    """
+    """``offload_optimizer`` of the DeepSpeed config, by the options ``nvme`` and ``nvme_pipeline``."""
     if options["nvme"] is None:
         return {"device": "cpu", "pin_memory": True}
     pipelined = options["nvme_pipeline"]
@@ -64,7 +60,7 @@ def check_swapped(optimizer: Any) -> None:
     Raises:
         StrategyUnavailableError: No sub-group is large enough to be swapped.
     """
-    if not any(Stage3(optimizer).is_swapped(sub_group_id) for sub_group_id in _sub_groups(optimizer)):
+    if not Stage3(optimizer).swapped():
         raise StrategyUnavailableError(
             "no sub-group has its state on NVMe: DeepSpeed keeps those of fewer than 262,144 elements a rank in "
             "memory; give fewer --sub-groups or more --parameters"
@@ -73,29 +69,30 @@ def check_swapped(optimizer: Any) -> None:
 
 def masters(optimizer: Any) -> Iterator[Any]:
     """The master partition of each sub-group, as it is now, between steps: read from its file where it is in one."""
-    for sub_group_id in _sub_groups(optimizer):
-        master = optimizer.fp32_partitioned_groups_flat[sub_group_id]
-        if Stage3(optimizer).is_swapped(sub_group_id):
-            info = optimizer.optimizer_swapper.swap_params_info[master.ds_id]
-            yield swap_in(SwappedTensor.from_file(info.get_swap_paths()[0], master.dtype, info.numel()))
+    stage3 = Stage3(optimizer)
+    for sub_group_id in stage3.sub_groups:
+        if stage3.is_swapped(sub_group_id):
+            file = stage3.swap_file(sub_group_id)
+            if file is None:
+                raise StrategyUnavailableError("this version of DeepSpeed keeps its swap files in an unknown way")
+            yield swap_in(SwappedTensor.from_file(file.path, file.dtype, file.numel))
         else:
-            yield master.data
+            yield stage3.master(sub_group_id)
 
 
 def sources(optimizer: Any) -> list[Any]:
     """The memory that copy-backs leave from: masters, or DeepSpeed's swap buffers."""
-    swapped = [Stage3(optimizer).is_swapped(sub_group_id) for sub_group_id in _sub_groups(optimizer)]
-    in_memory = [
-        master.data for master, away in zip(optimizer.fp32_partitioned_groups_flat, swapped, strict=True) if not away
-    ]
-    return in_memory + (_buffers(optimizer) if any(swapped) else [])
+    stage3, swapped = Stage3(optimizer), Stage3(optimizer).swapped()
+    in_memory = [stage3.master(sub_group_id) for sub_group_id in stage3.sub_groups if sub_group_id not in swapped]
+    return in_memory + (buffers_of(stage3.buffer_manager) if swapped else [])
 
 
 def as_in_a_step(optimizer: Any, sub_group_id: int, master: Any) -> Any:
     """A master where a step would have it when it is copied back; between steps the swap buffers are free."""
-    if not Stage3(optimizer).is_swapped(sub_group_id):
+    stage3 = Stage3(optimizer)
+    if not stage3.is_swapped(sub_group_id):
         return master
-    return _buffers(optimizer)[0].narrow(0, 0, master.numel()).copy_(master)
+    return buffers_of(stage3.buffer_manager)[0].narrow(0, 0, master.numel()).copy_(master)
 
 
 def not_for_steps(options: Mapping[str, Any]) -> list[dict[str, str]]:
@@ -105,11 +102,3 @@ def not_for_steps(options: Mapping[str, Any]) -> list[dict[str, str]]:
         "in DeepSpeed's own swap buffers"
     )
     return [{"variant": name, "reason": reason} for name in options["strategies"] if get_strategy(name).reads_swapped]
-
-
-def _sub_groups(optimizer: Any) -> range:
-    return range(len(optimizer.fp32_partitioned_groups_flat))
-
-
-def _buffers(optimizer: Any) -> list[Any]:
-    return buffers_of(Stage3(optimizer).buffer_manager)

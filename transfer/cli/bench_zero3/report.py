@@ -7,8 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich.text import Text
-
 from ..measuring.baselines import DEEPSPEED, NO_COPY_BACK
 from ..measuring.report import (
     Column,
@@ -20,6 +18,7 @@ from ..measuring.report import (
     mebibytes,
     number,
     plural,
+    say,
     verdict,
 )
 from ..measuring.statistics import median_ratio, slowest, spread_percent
@@ -31,8 +30,8 @@ Seconds = Sequence[float]
 class _Row:
     """One measurement, and the seconds of every variant for each round.
 
-    The copy-back that the host sees is the step's time less that of the same round without a copy-back: whatever a
-    variant does, in the copy-back or at the step's end, it can only be there.
+    The copy-back that the host sees is the step's time less that of the same round without a copy-back: this holds
+    what a variant does in the copy-back and what it does at the step's end.
     """
 
     one: Mapping[str, Any]
@@ -114,33 +113,39 @@ def with_figures(measurements: Sequence[Mapping[str, Any]]) -> Iterator[dict[str
         yield {**one, **own, "figures": figures((*_STEPS, *_ITERATIONS), row)}
 
 
+def page_lock(measured: Mapping[str, Any]) -> dict[str, Any]:
+    """What it took to page-lock the sources, on the slowest rank of each round."""
+    seconds = slowest(measured["page_lock"]["seconds_by_rank"])
+    gib = measured["engine"]["source_bytes"] / 2**30
+    per_gib = statistics.median(seconds) / gib if seconds else None
+    return {**measured["page_lock"], "seconds": seconds, "seconds_per_gib": per_gib}
+
+
 def show(report: Mapping[str, Any]) -> None:
     """Prints the tables, what could not run, and what page-locking cost."""
-    out, engine = console(), report["engine"]
-    out.print(Text(hardware_line(report["hardware"], report["ranks"])))
-    out.print(
-        Text(
-            f"{engine['parameters']:,} parameters ({report['layers']} layers of {report['hidden']}), "
-            f"{plural(len(engine['sub_group_elements']), 'sub-group')} a rank, {report['optimizer']}"
-            + ("" if report["nvme"] is None else f"; {swapped(report['nvme'], engine)}")
-        )
+    out, engine, nvme = console(), report["engine"], report["nvme"]
+    say(out, hardware_line(report["hardware"], report["ranks"]))
+    say(
+        out,
+        f"{engine['parameters']:,} parameters ({report['layers']} layers of {report['hidden']}), "
+        f"{plural(len(engine['sub_group_elements']), 'sub-group')} a rank, {report['optimizer']}"
+        + ("" if nvme is None else f"; {swapped(nvme, engine)}"),
     )
     rows = [{**one, "name": _name(one)} for one in report["measurements"]]
     out.print(make_table("optimizer steps", _STEPS, [rows]))
     out.print(make_table("whole iterations, and memory", _ITERATIONS, [rows]))
     for entry in report["not_run"]:
-        out.print(Text(f"not run: {entry['variant']}: {entry['reason']}"))
-    page_lock = report["page_lock"]
-    if page_lock["seconds"]:
-        what = "the masters" if report["nvme"] is None else "the swap buffers"
-        out.print(
-            Text(
-                f"page-locking {what} ({engine['source_bytes'] / 2**30:.2f} GiB a rank) when attached: "
-                f"{statistics.median(page_lock['seconds']):.3f} s, {page_lock['seconds_per_gib']:.3f} s per GiB"
-            )
+        say(out, f"not run: {entry['variant']}: {entry['reason']}")
+    locking = report["page_lock"]
+    if locking["seconds"]:
+        what = "the masters" if nvme is None else "the swap buffers"
+        say(
+            out,
+            f"page-locking {what} ({engine['source_bytes'] / 2**30:.2f} GiB a rank) when attached: "
+            f"{statistics.median(locking['seconds']):.3f} s, {locking['seconds_per_gib']:.3f} s per GiB",
         )
     steps = max((len(one["step_seconds"]) for one in report["measurements"]), default=0)  # fewer, under a limit
-    out.print(Text(_NOTE.format(steps=plural(steps, "step"))))
+    say(out, _NOTE.format(steps=plural(steps, "step")))
 
 
 def swapped(nvme: Mapping[str, Any], engine: Mapping[str, Any]) -> str:

@@ -2,34 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import torch
 from torch import Tensor, nn
 
 VOCABULARY = 1024
 HEAD_WIDTH = 64
 
 
-@dataclass(frozen=True)
-class Shape:
-    """How large a model is.
-
-    Attributes:
-        layers: Transformer blocks.
-        hidden: Width of each; a multiple of ``HEAD_WIDTH``.
-    """
-
-    layers: int
-    hidden: int
-
-    @classmethod
-    def of(cls, parameters: int) -> Shape:
-        """The shape with about this many parameters, one layer for each 128 of its width."""
-        # A block has 12 hidden^2 parameters, so the model has about 12 hidden^3 / 128.
-        width = (128 * parameters / 12) ** (1 / 3)
-        hidden = max(1, round(width / HEAD_WIDTH)) * HEAD_WIDTH
-        return cls(layers=max(1, round(parameters / (12 * hidden**2))), hidden=hidden)
+def shape_of(parameters: int) -> tuple[int, int]:
+    """Layers and width of the model with about this many parameters, one layer for each 128 of its width."""
+    # A block has 12 hidden^2 parameters, so the model has about 12 hidden^3 / 128.
+    width = (128 * parameters / 12) ** (1 / 3)
+    hidden = max(1, round(width / HEAD_WIDTH)) * HEAD_WIDTH
+    return max(1, round(parameters / (12 * hidden**2))), hidden
 
 
 class Block(nn.Module):
@@ -58,20 +42,12 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """Blocks between two embeddings; called with tokens, it returns the loss of predicting each next one."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, layers: int, hidden: int) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, shape.hidden)
-        self.blocks = nn.ModuleList(Block(shape.hidden) for _ in range(shape.layers))
-        self.head = nn.Linear(shape.hidden, VOCABULARY, bias=False)
+        self.embedding = nn.Embedding(VOCABULARY, hidden)
+        self.blocks = nn.Sequential(*(Block(hidden) for _ in range(layers)))
+        self.head = nn.Linear(hidden, VOCABULARY, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        values = self.embedding(tokens)
-        for block in self.blocks:
-            values = block(values)
-        logits = self.head(values[:, :-1]).float()
+        logits = self.head(self.blocks(self.embedding(tokens))[:, :-1]).float()
         return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-
-
-def random_tokens(batch: int, length: int, device: torch.device) -> Tensor:
-    """A batch to train on."""
-    return torch.randint(VOCABULARY, (batch, length), device=device)

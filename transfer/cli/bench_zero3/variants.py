@@ -43,10 +43,6 @@ class Variant:
     right_bits: bool = True
 
     @property
-    def page_locks(self) -> bool:
-        return self.page_locked_bytes > 0
-
-    @property
     def copies(self) -> bool:
         """Where it does not, the low-precision partitions are out of date after a step."""
         return self.name != NO_COPY_BACK
@@ -68,12 +64,11 @@ class Variant:
         elif self.copies:
             yield
         else:
-            optimizer = engine.optimizer
-            setattr(optimizer, COPY_BACK, optimizer._unflatten_partitioned_parameters)
+            setattr(engine.optimizer, COPY_BACK, Stage3(engine.optimizer).unflatten)
             try:
                 yield
             finally:
-                delattr(optimizer, COPY_BACK)  # the class's own is found again
+                delattr(engine.optimizer, COPY_BACK)  # the class's own is found again
 
 
 def make_variants(options: Mapping[str, Any], accelerator: Any) -> list[Variant]:
@@ -89,20 +84,18 @@ def make_variants(options: Mapping[str, Any], accelerator: Any) -> list[Variant]
     configs["default"] = TransferConfig()
     if options["config"] is not None:
         configs["configured"] = given
-    variants = [Variant(DEEPSPEED), Variant(NO_COPY_BACK)]
-    variants += [Variant(name, config, build_transfer(config, accelerator)) for name, config in configs.items()]
-    return variants
+    ours = [Variant(name, config, build_transfer(config, accelerator)) for name, config in configs.items()]
+    return [Variant(DEEPSPEED), Variant(NO_COPY_BACK), *ours]
 
 
 def rewrite(engine: Any) -> None:
     """Brings the low-precision partitions, and what was gathered from them, up to date by DeepSpeed's own copy."""
-    optimizer = engine.optimizer
+    optimizer, stage3 = engine.optimizer, Stage3(engine.optimizer)
     optimizer.checkpoint_event_prologue()
-    partitions = optimizer.fp16_partitioned_groups_flat
     for sub_group_id, master in enumerate(masters(optimizer)):
-        if Stage3(optimizer).is_swapped(sub_group_id):
-            partitions[sub_group_id].data.copy_(master)
-            optimizer._unflatten_partitioned_parameters(sub_group_id)
+        if stage3.is_swapped(sub_group_id):
+            optimizer.fp16_partitioned_groups_flat[sub_group_id].data.copy_(master)
+            stage3.unflatten(sub_group_id)
         else:
             getattr(optimizer, COPY_BACK)(sub_group_id)
     optimizer.checkpoint_event_epilogue()

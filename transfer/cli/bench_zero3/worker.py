@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
+
 from ...accelerator_choice import AcceleratorChoice
 from ...policy import TransferPolicy
 from ...routing import build_transfer
@@ -24,7 +26,7 @@ from ..measuring.progress import progress
 from ..measuring.ranks import Ranks
 from .engine import describe_engine, make_engine, start_deepspeed
 from .on_nvme import as_in_a_step, masters, not_for_steps, sources
-from .transformer import random_tokens
+from .transformer import VOCABULARY
 from .variants import Variant, make_variants, rewrite
 
 
@@ -32,7 +34,7 @@ def measure(options: Mapping[str, Any], ranks: Ranks) -> dict[str, Any]:
     """Measures the steps of every variant. Makes DeepSpeed's process group.
 
     Args:
-        options: As ``transfer.cli.bench_zero3`` makes them.
+        options: Those of the command line.
         ranks: Those that train together.
 
     Returns:
@@ -44,26 +46,35 @@ def measure(options: Mapping[str, Any], ranks: Ranks) -> dict[str, Any]:
     with contextlib.ExitStack() as closing:
         closing.callback(engine.destroy)
         bench = _Bench(options, ranks, accelerator, engine)
-        bench.not_run += not_for_steps(options)
         for variant in make_variants(options, accelerator):
             closing.callback(variant.close)
             bench.add(variant)
         with progress((options["steps"] + 1) * len(bench.variants), visible=ranks.rank == 0) as advance:
             bench.rounds(advance)
-        return bench.result()
+        return {
+            "hardware": describe(accelerator),
+            "engine": describe_engine(engine),
+            "page_lock": {"seconds_by_rank": ranks.gather(bench.page_lock_seconds)},
+            "measurements": [_measurement(variant, ranks) for variant in bench.variants],
+            "not_run": bench.not_run,
+        }
 
 
 class _Bench:
     """One engine and the variants that take turns on it."""
 
     def __init__(self, options: Mapping[str, Any], ranks: Ranks, accelerator: Any, engine: Any) -> None:
+        from deepspeed.accelerator import get_accelerator
+
         self.options = options
         self.ranks = ranks
         self.accelerator = accelerator
         self.engine = engine
-        self.tokens = random_tokens(options["batch"], options["sequence"], engine.device)
+        self.tokens = torch.randint(VOCABULARY, (options["batch"], options["sequence"]), device=engine.device)
+        # Where the host poses as the device, DeepSpeed would report the memory of the whole process.
+        self.device = get_accelerator() if engine.device.type != "cpu" else None
         self.variants: list[Variant] = []
-        self.not_run: list[dict[str, str]] = []
+        self.not_run = not_for_steps(options)
         self.page_lock_seconds: list[float] = []
 
     def add(self, variant: Variant) -> None:
@@ -88,7 +99,7 @@ class _Bench:
                 variant.attach_seconds = time.perf_counter() - started
                 variant.page_locked_bytes = self._locked_bytes() - locked_bytes
                 variant.transfer.copy(partition, master)
-                # What the policy selects may still pass the copy on, where the source could not be prepared.
+                # Attaching prepares the masters, after which the policy may select another strategy.
                 used = [name for name, counts in variant.transfer.stats().items() if counts.copies]
                 variant.selected = used[0] if used else variant.selected
         finally:
@@ -101,7 +112,7 @@ class _Bench:
             spent = max(self.ranks.gather(time.perf_counter() - began))
             # A round takes as long as those before it.
             next_to_last = spent * (number + 2) / number if number else 0.0
-            last = number == self.options["steps"] or next_to_last > (self.options.get("limit_seconds") or float("inf"))
+            last = number == self.options["steps"] or next_to_last > (self.options["limit_seconds"] or float("inf"))
             self.round(number, number == 0 or last or self.options["verify_every_step"], advance)
             if last:
                 return
@@ -114,11 +125,11 @@ class _Bench:
             checked: Whether the partitions are compared bit for bit.
             advance: Tells what has been measured.
         """
+        page_locking = [variant for variant in self.variants if variant.page_locked_bytes]
         for variant in self.variants:
-            if not variant.page_locks:
+            if variant not in page_locking:
                 self._step(variant, number > 0, checked)
                 advance(variant.name)
-        page_locking = [variant for variant in self.variants if variant.page_locks]
         if not page_locking:
             return
         locked_bytes = self._locked_bytes()
@@ -140,35 +151,37 @@ class _Bench:
         return sum(memory.nbytes for memory in sources(self.engine.optimizer) if self.accelerator.is_pinned(memory))
 
     def _step(self, variant: Variant, counted: bool, checked: bool) -> None:
-        memory = _DeviceMemory(self.engine)
+        checked = checked and variant.copies
         with variant.attached(self.engine):
-            self._barrier()
-            started = time.perf_counter()
+            started = self._start()
             self.engine.backward(self.engine(self.tokens))
             self.accelerator.synchronize()
             forward_and_backward = time.perf_counter() - started
-            if checked and variant.copies:
+            if checked:
                 for partition in self.engine.optimizer.fp16_partitioned_groups_flat:
                     bits.poison(partition.data)
-            memory.begin()
-            self._barrier()
-            started = time.perf_counter()
+            if self.device is not None:
+                self.device.reset_peak_memory_stats()
+                allocated = self.device.memory_allocated()
+            started = self._start()
             self.engine.step()
             self.accelerator.synchronize()
             step = time.perf_counter() - started
         if counted:
             variant.step_seconds.append(step)
             variant.iteration_seconds.append(forward_and_backward + step)
-            variant.memory_rises += memory.rise()
-        right = not (checked and variant.copies) or all(bits.same_bits(*pair) for pair in self._partitions())
+            if self.device is not None:
+                variant.memory_rises.append(self.device.max_memory_allocated() - allocated)
+        right = not checked or all(bits.same_bits(*pair) for pair in self._partitions())
         variant.right_bits &= right
         if not all(self.ranks.gather(right)) or not variant.copies:
             rewrite(self.engine)  # so that the next variant begins with the right model
 
-    def _barrier(self) -> None:
-        """Every rank begins what follows at once, with nothing left to do on its device."""
+    def _start(self) -> float:
+        """The time at which every rank begins what follows, with nothing left to do on its device."""
         self.accelerator.synchronize()
         self.ranks.barrier()
+        return time.perf_counter()
 
     def _partitions(self) -> Iterator[tuple[Any, Any]]:
         """The low-precision partition and the master of each sub-group, as they are now."""
@@ -176,52 +189,23 @@ class _Bench:
         for partition, master in zip(optimizer.fp16_partitioned_groups_flat, masters(optimizer), strict=True):
             yield partition.data, master
 
-    def result(self) -> dict[str, Any]:
-        """What was measured, of all ranks together."""
-        return {
-            "hardware": describe(self.accelerator),
-            "engine": describe_engine(self.engine),
-            "page_lock": {"seconds_by_rank": self.ranks.gather(self.page_lock_seconds)},
-            "measurements": [self._measurement(variant) for variant in self.variants],
-            "not_run": self.not_run,
-        }
 
-    def _measurement(self, variant: Variant) -> dict[str, Any]:
-        transfer = variant.transfer
-        own = {
-            "attach_seconds": variant.attach_seconds,
-            "pinned_bytes": 0 if transfer is None else transfer.pinned_bytes,
-            "scratch_bytes": 0 if transfer is None else transfer.scratch_bytes,
-            "memory_rise_bytes": max(variant.memory_rises, default=None),
-        }
-        right_bits = self.ranks.gather(variant.right_bits)
-        return {
-            "variant": variant.name,
-            "selected": variant.selected,
-            "page_locked_bytes": variant.page_locked_bytes,
-            "right_bits": all(right_bits) if variant.copies else None,
-            **self.ranks.largest(own),
-            "step_seconds_by_rank": self.ranks.gather(variant.step_seconds),
-            "iteration_seconds_by_rank": self.ranks.gather(variant.iteration_seconds),
-        }
-
-
-class _DeviceMemory:
-    """By how much the device memory in use rises within a step, above what was held before it."""
-
-    def __init__(self, engine: Any) -> None:
-        from deepspeed.accelerator import get_accelerator
-
-        self._device = get_accelerator()
-        # Where the host poses as the device, DeepSpeed would report the whole process.
-        self._can_tell = engine.device.type != "cpu"
-        self._before = 0
-
-    def begin(self) -> None:
-        if self._can_tell:
-            self._device.reset_peak_memory_stats()
-            self._before = self._device.memory_allocated()
-
-    def rise(self) -> list[int]:
-        """The bytes, or nothing where the accelerator cannot tell."""
-        return [self._device.max_memory_allocated() - self._before] if self._can_tell else []
+def _measurement(variant: Variant, ranks: Ranks) -> dict[str, Any]:
+    """What was measured of a variant, on all ranks together."""
+    transfer = variant.transfer
+    own = {
+        "attach_seconds": variant.attach_seconds,
+        "pinned_bytes": 0 if transfer is None else transfer.pinned_bytes,
+        "scratch_bytes": 0 if transfer is None else transfer.scratch_bytes,
+        "memory_rise_bytes": max(variant.memory_rises, default=None),
+    }
+    right_bits = ranks.gather(variant.right_bits)
+    return {
+        "variant": variant.name,
+        "selected": variant.selected,
+        "page_locked_bytes": variant.page_locked_bytes,
+        "right_bits": all(right_bits) if variant.copies else None,
+        **ranks.largest(own),
+        "step_seconds_by_rank": ranks.gather(variant.step_seconds),
+        "iteration_seconds_by_rank": ranks.gather(variant.iteration_seconds),
+    }

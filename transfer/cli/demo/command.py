@@ -5,15 +5,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
+from ..measuring.options import add_common_options, check_accelerator, tell, tells_errors
 from ..measuring.quantities import count
-from ..measuring.ranks import RanksFailedError, launch
+from ..measuring.ranks import launch
 
 SCHEMA_VERSION = 1
 _SIMULATED = "simulated"
@@ -43,39 +42,37 @@ this package, or if a rank failed; 2 if an argument is wrong; 130 after Ctrl-C.
 """
 
 
+@tells_errors("h2d demo")
 def main(arguments: Sequence[str]) -> int:
     """Trains twice, prints the comparison and returns the exit status."""
     parser = _parser()
     options = parser.parse_args(arguments)
-    chosen = _accelerator(parser, options)
-    ranks = options.ranks or (2 if chosen == _SIMULATED else min(2, _devices()))
-    optimizer, reason = _optimizer(options.optimizer)
+    options.accelerator = _accelerator(parser, options)
+    ranks = options.ranks or (2 if options.accelerator == _SIMULATED else min(2, _devices()))
+    asked, reason = options.optimizer, None
+    if asked != "adamw":
+        options.optimizer, reason = "cpu_adam", _compile_cpu_adam()
     if reason is not None:
-        if options.optimizer == "cpu_adam":
+        if asked == "cpu_adam":
             print(f"h2d demo: {reason}", file=sys.stderr)
             return 1
+        options.optimizer = "adamw"
         _say(f"{reason} torch's AdamW updates the weights instead of DeepSpeed's CPU Adam.")
     _say(f"Training {options.steps} steps twice on {ranks} rank{'s' * (ranks > 1)}: under a minute on most machines.")
-    given = {"accelerator": chosen, "config": options.config, "steps": options.steps, "optimizer": optimizer}
-    try:
-        result = launch("transfer.cli.demo.worker:train_twice", given, ranks, spawn=True, process_group=False)
-    except RanksFailedError as error:
-        print(f"h2d demo: {error}", file=sys.stderr)
-        return 1
+    result = launch(
+        "transfer.cli.demo.worker:train_twice", vars(options), ranks, threads=options.threads, deepspeed=True
+    )
     report = {
         "schema_version": SCHEMA_VERSION,
         "command": "demo",
         "ranks": ranks,
-        **given,
+        **{name: getattr(options, name) for name in ("accelerator", "config", "steps", "optimizer")},
         "optimizer_reason": reason,
         **result,
     }
-    if options.json:
-        print(json.dumps(report, indent=1))
-    else:
-        from .report import show
+    from .report import show
 
-        show(report)
+    tell(report, options, show)
     return 0 if agrees(report) else 1
 
 
@@ -88,24 +85,15 @@ def agrees(report: Mapping[str, Any]) -> bool:
 def _accelerator(parser: argparse.ArgumentParser, options: argparse.Namespace) -> str:
     """The accelerator's name. Ends the program with status 2 where the name or the configuration is wrong."""
     with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed's warning that there is no GPU: said below
-        from accelerators import AcceleratorError, get_accelerator
-        from accelerators.registry import available_accelerators, explain_unknown
+        from accelerators import get_accelerator
 
-        from ...config_file import resolve_config
-        from ...errors import ConfigError
-
-        if options.accelerator is not None and options.accelerator not in available_accelerators():
-            parser.error(f"argument --accelerator: {explain_unknown(options.accelerator)}")
-        try:
-            asked = options.accelerator or resolve_config(options.config).accelerator
-            chosen = get_accelerator(asked)
-        except (ConfigError, AcceleratorError) as error:
-            parser.error(str(error))
+        check_accelerator(parser, options)
+        chosen = get_accelerator(options.accelerator)
         reason = chosen.unavailable_reason()
     if reason is not None:
         parser.error(f"accelerator {chosen.name}: {reason}")
     name = chosen.name
-    if asked is None and name == "cpu":
+    if options.accelerator is None and name == "cpu":
         _say("There is no accelerator here: the simulated one takes its place.")
         name = _SIMULATED
     if name == _SIMULATED:
@@ -119,17 +107,12 @@ def _devices() -> int:
     return max(1, int(get_accelerator().device_count()))
 
 
-def _optimizer(asked: str) -> tuple[str, str | None]:
-    """The optimizer that can run here, and why it is not CPU Adam where that was wanted."""
-    if asked == "adamw":
-        return "adamw", None
+def _compile_cpu_adam() -> str | None:
+    """Why CPU Adam cannot be used, or None. The ranks find it by the environment of this process."""
     from ..measuring import cpu_adam
 
-    # For the ranks: they must find what is compiled here, and ninja where the environment is not activated.
-    os.environ["TORCH_EXTENSIONS_DIR"] = str(cpu_adam.extensions_directory())
-    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-    reason = cpu_adam.compile_once(_say)
-    return ("cpu_adam", None) if reason is None else ("adamw", reason)
+    os.environ.update(cpu_adam.environment())
+    return cpu_adam.compile_once(_say)
 
 
 def _say(sentence: str) -> None:
@@ -143,16 +126,13 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    add_common_options(parser, ranks=None)
     add = parser.add_argument
-    add("--accelerator", metavar="NAME", help="a registered name; default: what is there, else simulated")
-    add("--config", metavar="FILE", help="a YAML file; default: $H2D_CONFIG, else the defaults")
     add("--steps", type=count, default=20, metavar="N", help="of each run (default 20)")
-    add("--ranks", type=count, metavar="N", help="default: 2, or 1 where there is one device")
     add(
         "--optimizer",
         choices=("auto", "cpu_adam", "adamw"),
         default="auto",
         help="cpu_adam: DeepSpeed's, which is compiled once; adamw: torch's own; auto (default): cpu_adam if it can be",
     )
-    add("--json", action="store_true", help="print the result as JSON")
     return parser

@@ -32,7 +32,7 @@ def train_twice(options: Mapping[str, Any], ranks: Ranks) -> dict[str, Any]:
     """Trains with this package, then under DeepSpeed alone, and compares the weights.
 
     Args:
-        options: ``accelerator``, ``config``, ``steps`` and ``optimizer``, as ``h2d demo`` makes them.
+        options: Those of the command line, with an ``optimizer`` that can run here.
         ranks: Those that train together.
 
     Returns:

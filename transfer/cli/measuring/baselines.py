@@ -7,12 +7,13 @@ proportion to the model, or values that are on the host in another dtype already
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from accelerators import Accelerator, AcceleratorError
+from accelerators import Accelerator
+from accelerators.errors import REFUSALS
 
 from ...errors import StrategyUnavailableError
 from ...in_flight import FINISHED, InFlightCopy
@@ -38,10 +39,13 @@ class Baseline(HostToDeviceTransfer):
         dtype: Of the destination.
     """
 
+    #: What it is, for people.
     summary: ClassVar[str]
+    #: Whether anything reaches the destination.
+    copies: ClassVar[bool] = True
 
     def __init__(self, accelerator: Accelerator, dtype: torch.dtype) -> None:
-        super().__init__(None, accelerator, fallback=False)
+        super().__init__(None, accelerator)
         self._dtype = dtype
         self._pinned: list[Tensor] = []
         self._scratch: Tensor | None = None
@@ -60,13 +64,13 @@ class Baseline(HostToDeviceTransfer):
             self.accelerator.unpin_memory(self._pinned[-1])
             self._pinned.pop()
 
-    def _submit(self, destination: Tensor, source: Tensor) -> InFlightCopy:
+    def _submit(self, destination: Tensor, source: Any) -> InFlightCopy:
         self._copy(destination, source)
         self.accelerator.synchronize(destination.device.index)
         return FINISHED
 
     @abstractmethod
-    def _copy(self, destination: Tensor, source: Tensor) -> None:
+    def _copy(self, destination: Tensor, source: Any) -> None:
         """Queues or does the copy; ``_submit`` waits for it."""
 
     def _pin(self, like: Tensor, dtype: torch.dtype) -> Tensor:
@@ -80,7 +84,7 @@ class Baseline(HostToDeviceTransfer):
             raise StrategyUnavailableError(obstacle)
         try:
             memory = self.accelerator.pin_empty(like.numel(), dtype=dtype)
-        except (RuntimeError, MemoryError, OSError, AcceleratorError) as error:
+        except REFUSALS as error:
             needed = like.numel() * dtype.itemsize
             raise StrategyUnavailableError(f"Pinning {needed} bytes for the whole partition failed: {error}") from error
         self._pinned.append(memory)
@@ -90,7 +94,7 @@ class Baseline(HostToDeviceTransfer):
 
 
 class DeepSpeedCopy(Baseline):
-    """What ZeRO-3 does: torch casts into a host temporary, and the host waits for its copy."""
+    """torch casts into a host temporary, and the host waits for its copy."""
 
     summary = "DeepSpeed's blocking destination.copy_(source)"
 
@@ -99,8 +103,6 @@ class DeepSpeedCopy(Baseline):
 
 
 class PinnedMaster(Baseline):
-    """What Megatron-LM and FSDP2 do: the master lives in pinned memory and is cast on the device."""
-
     summary = "pinned fp32 master, whole-partition copy, cast on the device (Megatron-LM, FSDP2)"
 
     def prepare(self, source: Tensor) -> None:
@@ -115,8 +117,6 @@ class PinnedMaster(Baseline):
 
 
 class PinnedLowPrecision(Baseline):
-    """What ZeRO-1 and ZeRO-2 do: a pinned low-precision copy of the whole partition, filled on the host."""
-
     summary = "cast into pinned memory for the whole partition, one copy (ZeRO-1, ZeRO-2)"
 
     def prepare(self, source: Tensor) -> None:
@@ -128,7 +128,7 @@ class PinnedLowPrecision(Baseline):
 
 
 class Link(Baseline):
-    """The least time possible: values cast and pinned beforehand are copied in chunks, with nothing to wait for."""
+    """The lower bound: values cast and pinned beforehand are copied in chunks, without a wait between them."""
 
     summary = "nothing but the destination's bytes from pinned memory, 16 MiB at a time"
 
@@ -136,17 +136,12 @@ class Link(Baseline):
         self._pin(source, self._dtype).copy_(source)
 
     def _copy(self, destination: Tensor, source: Tensor) -> None:  # noqa: ARG002 - cast beforehand
-        chunk_elements = _LINK_CHUNK_BYTES // self._dtype.itemsize
-        chunks = zip(
-            torch.split(destination, chunk_elements), torch.split(self._pinned[0], chunk_elements), strict=True
-        )
-        for target, values in chunks:
+        size = _LINK_CHUNK_BYTES // self._dtype.itemsize
+        for target, values in zip(torch.split(destination, size), torch.split(self._pinned[0], size), strict=True):
             self.accelerator.enqueue_copy(target, values)
 
 
 class ProposedRing(PinnedStagedTransfer):
-    """``pinned_staged`` as it was first proposed."""
-
     summary = "the staging ring as first proposed: two pinned buffers of 2^26 elements"
 
 
@@ -155,7 +150,7 @@ def make_baselines(accelerator: Accelerator, dtype: torch.dtype) -> dict[str, Ho
     return {
         LINK: Link(accelerator, dtype),
         DEEPSPEED: DeepSpeedCopy(accelerator, dtype),
-        RING: ProposedRing(RING_CONFIG, accelerator, fallback=False),
+        RING: ProposedRing(RING_CONFIG, accelerator),
         "pinned master": PinnedMaster(accelerator, dtype),
         "pinned low-precision copy": PinnedLowPrecision(accelerator, dtype),
     }

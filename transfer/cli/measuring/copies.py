@@ -51,6 +51,9 @@ class Case:
         source = bits.source_values(elements)
         return cls(accelerator, ranks, source, accelerator.device_empty(elements, dtype=dtype), source.to(dtype))
 
+    def __str__(self) -> str:
+        return f"{self.source.numel():,} elements to {str(self.expected.dtype).removeprefix('torch.')}"
+
     def timed(self, variant: Variant) -> float:
         """Seconds of one copy, which begins on every rank at once."""
         started = self._start()

@@ -31,6 +31,15 @@ def extensions_directory() -> Path:
     return Path(sys.prefix, "torch_extensions", versions)
 
 
+def environment() -> dict[str, str]:
+    """What a process that uses CPU Adam needs in its environment to find it compiled."""
+    return {
+        "TORCH_EXTENSIONS_DIR": str(extensions_directory()),
+        # ninja lies beside the interpreter, which is not on PATH where the environment is not activated.
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
+    }
+
+
 def compile_once(say: Callable[[str], None]) -> str | None:
     """Compiles CPU Adam unless it is there. Blocks for one to three minutes if it compiles.
 
@@ -42,7 +51,7 @@ def compile_once(say: Callable[[str], None]) -> str | None:
     """
     directory = extensions_directory()
     lock = directory / _NAME / "lock"
-    if lock.exists():  # torch would wait for it, however long
+    if lock.exists():  # torch would wait for it without a limit
         return f"CPU Adam is being compiled, or its compiler was killed: if nothing compiles now, delete {lock}."
     if (directory / _NAME / f"{_NAME}.so").exists():
         return None
@@ -50,15 +59,8 @@ def compile_once(say: Callable[[str], None]) -> str | None:
     if shutil.which(compiler) is None:
         return f"There is no C++ compiler here ({compiler} is not on PATH), and DeepSpeed's CPU Adam needs one."
     say(f"Compiling DeepSpeed's CPU Adam, once for this environment: one to three minutes. It stays in {directory}.")
-    environment = {
-        **os.environ,
-        "TORCH_EXTENSIONS_DIR": str(directory),
-        # ninja lies beside the interpreter, which is not on PATH where the environment is not activated.
-        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", _PROGRAM], env=environment, capture_output=True, text=True, check=False
-    )
+    command, variables = [sys.executable, "-c", _PROGRAM], {**os.environ, **environment()}
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
     if done.returncode == 0:
         return None
     last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]

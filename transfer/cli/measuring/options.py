@@ -1,36 +1,59 @@
-"""What the measuring commands take from the command line, and how they start their worker."""
+"""What the measuring commands take from the command line, and how they tell what went wrong or was measured."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import functools
+import json
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from .quantities import count
-from .ranks import RanksFailedError, launch
+from .ranks import RanksFailedError
+
+Main = Callable[[Sequence[str]], int]
 
 
-def add_common_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that every measurement has."""
-    parser.set_defaults(command=" ".join(parser.prog.split()[:2]))
+def tells_errors(command: str) -> Callable[[Main], Main]:
+    """Decorates the ``main`` of a command: a foreseen failure is one line on the standard error, and status 1."""
+
+    def decorate(main: Main) -> Main:
+        @functools.wraps(main)
+        def telling(arguments: Sequence[str]) -> int:
+            from accelerators import AcceleratorError
+
+            from ...errors import TransferError
+
+            try:
+                return main(arguments)
+            except (TransferError, AcceleratorError, RanksFailedError) as error:
+                print(f"{command}: {error}", file=sys.stderr)
+                return 1
+
+        return telling
+
+    return decorate
+
+
+def add_common_options(parser: argparse.ArgumentParser, *, ranks: int | None = 1, strategies: bool = False) -> None:
+    """Adds the options that every command has.
+
+    Args:
+        parser: Takes them.
+        ranks: The default of ``--ranks``; None: one for each device, at most two.
+        strategies: Adds ``--strategies`` too, which ``choices`` reads.
+    """
     add = parser.add_argument
-    add("--ranks", type=count, default=1, metavar="N", help="processes at the same time (default 1)")
+    default = ranks or "one for each device, at most 2"
+    add("--ranks", type=count, default=ranks, metavar="N", help=f"processes at the same time (default: {default})")
     add("--accelerator", metavar="NAME", help="a registered name; default: what DeepSpeed chooses")
     add("--config", metavar="FILE", help="a YAML file with strategies' sections; default: $H2D_CONFIG")
     add("--threads", type=count, metavar="N", help="host threads of each rank")
     add("--json", action="store_true", help="print the result as JSON, with every raw measurement")
-
-
-def add_strategies_option(parser: argparse.ArgumentParser) -> None:
-    """Adds what ``choices`` reads."""
-    parser.add_argument(
-        "--strategies",
-        nargs="*",
-        metavar="NAME",
-        help="only these, or without a name baselines alone; default: all",
-    )
+    if strategies:
+        text = "only these, or without a name baselines alone; default: all"
+        add("--strategies", nargs="*", metavar="NAME", help=text)
 
 
 def check_accelerator(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
@@ -52,8 +75,7 @@ def check_accelerator(parser: argparse.ArgumentParser, options: argparse.Namespa
         config = resolve_config(options.config)
     except (ConfigError, AcceleratorError) as error:
         parser.error(str(error))
-    if options.accelerator is None:
-        options.accelerator = config.accelerator
+    options.accelerator = options.accelerator or config.accelerator
 
 
 def choices(parser: argparse.ArgumentParser, options: argparse.Namespace, *, also: Collection[str] = ()) -> list[str]:
@@ -62,7 +84,7 @@ def choices(parser: argparse.ArgumentParser, options: argparse.Namespace, *, als
     Args:
         parser: Tells what is wrong.
         options: Those of the command line.
-        also: Names that stand for no strategy and are right all the same.
+        also: Names that are right although no strategy is registered under them.
     """
     from ...errors import UnknownStrategyError
     from ...registry import get_strategy, strategy_names
@@ -76,29 +98,9 @@ def choices(parser: argparse.ArgumentParser, options: argparse.Namespace, *, als
     return list(dict.fromkeys(strategy_names() if options.strategies is None else options.strategies))
 
 
-def run_worker(worker: str, given: Mapping[str, Any], options: argparse.Namespace, **how: bool) -> Any | None:
-    """What the worker returned, or None after a failure, which is printed on the standard error.
-
-    Args:
-        worker: As for ``launch``.
-        given: Handed to the worker.
-        options: Those of the command line; ``ranks`` and ``threads`` are used here.
-        **how: More arguments of ``launch``.
-    """
-    from accelerators import AcceleratorError
-
-    from ...errors import TransferError
-
-    try:
-        # DeepSpeed logs to the standard output, which is for the result.
-        with contextlib.redirect_stdout(sys.stderr):
-            return launch(worker, given, options.ranks, threads=options.threads, **how)
-    except (TransferError, AcceleratorError, RanksFailedError) as error:
-        fail(options, error)
-        return None
-
-
-def fail(options: argparse.Namespace, error: object) -> int:
-    """Prints what went wrong on the standard error; returns the exit status."""
-    print(f"{options.command}: {error}", file=sys.stderr)
-    return 1
+def tell(report: Mapping[str, Any], options: argparse.Namespace, show: Callable[[Mapping[str, Any]], None]) -> None:
+    """Prints a report on the standard output: as JSON if that is asked for, else as tables."""
+    if options.json:
+        print(json.dumps(report, indent=1))
+    else:
+        show(report)

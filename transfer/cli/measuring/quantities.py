@@ -5,16 +5,8 @@ from __future__ import annotations
 import argparse
 from decimal import Decimal, InvalidOperation
 
-#: What ``--dtypes`` accepts, and torch's name for it.
-DTYPES = {
-    "bfloat16": "bfloat16",
-    "bf16": "bfloat16",
-    "float16": "float16",
-    "fp16": "float16",
-    "float32": "float32",
-    "fp32": "float32",
-}
-
+#: Other names that ``--dtypes`` accepts.
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _LARGEST = 2**62
 
 
@@ -38,11 +30,12 @@ def dtype_name(text: str) -> str:
     """The name that torch has for a floating-point dtype.
 
     Raises:
-        argparse.ArgumentTypeError: It is not one of ``DTYPES``.
+        argparse.ArgumentTypeError: It is another dtype, or none.
     """
-    if text not in DTYPES:
-        raise argparse.ArgumentTypeError(f"expected one of {', '.join(DTYPES)}, not {text!r}")
-    return DTYPES[text]
+    name = _DTYPES.get(text, text)
+    if name not in _DTYPES.values():
+        raise argparse.ArgumentTypeError(f"expected one of {', '.join((*_DTYPES.values(), *_DTYPES))}, not {text!r}")
+    return name
 
 
 def format_count(elements: int) -> str:

@@ -6,6 +6,7 @@ are what JSON can hold. Every rank calls it; what rank 0 returns is the result.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import logging
@@ -61,8 +62,7 @@ def launch(
     ranks: int = 1,
     *,
     threads: int | None = None,
-    spawn: bool = False,
-    process_group: bool = True,
+    deepspeed: bool = False,
 ) -> Any:
     """Runs a worker on ``ranks`` processes and returns what it returned on rank 0.
 
@@ -72,23 +72,23 @@ def launch(
         ranks: How many. One runs in this process.
         threads: Host threads of each rank; None: torch's own choice for one rank, the cores
             shared out for several.
-        spawn: Start a process for a single rank as well.
-        process_group: Whether started ranks find a gloo process group. False: the worker makes the
-            one it needs before it uses ``Ranks``; it is destroyed here either way.
+        deepspeed: The worker makes DeepSpeed's accelerator and process group, which are the process's: one rank has
+            a process of its own too. Otherwise several ranks find a gloo process group.
 
     Raises:
         RanksFailedError: A rank failed.
     """
-    if ranks == 1 and not spawn:
+    if ranks == 1 and not deepspeed:
         if threads is not None:
             import torch
 
             torch.set_num_threads(threads)
-        return _function(worker)(dict(options), Ranks())
+        with contextlib.redirect_stdout(sys.stderr):  # where libraries log; the standard output is for the result
+            return _function(worker)(dict(options), Ranks())
     share = threads if threads is not None else max(1, usable_cores() // ranks)
     with tempfile.TemporaryDirectory(prefix="h2d-") as directory:
         given, result = Path(directory, "options.json"), Path(directory, "result.json")
-        given.write_text(json.dumps({"worker": worker, "options": dict(options), "process_group": process_group}))
+        given.write_text(json.dumps({"worker": worker, "options": dict(options), "process_group": not deepspeed}))
         command = [sys.executable, "-m", __name__, _LAUNCH, str(ranks), str(given), str(result)]
         environment = {**os.environ, "OMP_NUM_THREADS": str(share)}
         # What ranks and libraries print goes to the standard error (2): the result alone is for the caller.

@@ -1,4 +1,4 @@
-"""Files read and written by threads as fast as the system allows: what others are measured against."""
+"""Files read and written by threads as fast as the system allows: the lower bound for everything that uses files."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+
+from ...nvme.open_file import NOT_DIRECT
 
 
 def in_requests(
@@ -47,29 +49,33 @@ def in_requests(
     return sum(pool.map(work, range(threads)))
 
 
-def read_request(descriptor: int, memory: memoryview, offset: int) -> None:
-    """Fills the memory from a file.
-
-    Raises:
-        OSError: It cannot be read, or ends too early.
-    """
-    _all_of(os.preadv, descriptor, memory, offset)
-
-
-def write_request(descriptor: int, memory: memoryview, offset: int) -> None:
-    """Writes the memory to a file.
-
-    Raises:
-        OSError: It cannot be written.
-    """
-    _all_of(os.pwritev, descriptor, memory, offset)
-
-
-def _all_of(
+def move_all(
     call: Callable[[int, list[memoryview], int], int], descriptor: int, memory: memoryview, offset: int
 ) -> None:
+    """Fills the memory from a file, or writes it to one.
+
+    Args:
+        call: ``os.preadv`` or ``os.pwritev``.
+        descriptor: Of the file.
+        memory: All of it is moved.
+        offset: Where in the file.
+
+    Raises:
+        OSError: The system refuses, or the file ends too early.
+    """
     while memory:
         done = call(descriptor, [memory], offset)
         if done == 0:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         memory, offset = memory[done:], offset + done
+
+
+def goes_past_the_cache(attempt: Callable[[], object]) -> bool:
+    """Whether an attempt with O_DIRECT works. Some file systems refuse it at ``open``, others at the first access."""
+    try:
+        attempt()
+    except OSError as error:
+        if error.errno in NOT_DIRECT:
+            return False
+        raise
+    return True

@@ -73,6 +73,11 @@ def console() -> Console:
     return out if out.is_terminal else Console(file=sys.stdout, highlight=False, width=_UNKNOWN_WIDTH)
 
 
+def say(out: Console, sentence: str) -> None:
+    """Prints a sentence as it is: nothing in it is markup."""
+    out.print(Text(sentence))
+
+
 def plural(count: int, what: str) -> str:
     return f"{count} {what}{'s' * (count != 1)}"
 

@@ -4,59 +4,42 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..measuring.options import add_common_options, check_accelerator, fail, run_worker
+from ..measuring.options import add_common_options, check_accelerator, tell, tells_errors
 from ..measuring.quantities import count
+from ..measuring.ranks import launch
 
 _ELEMENTS = (2**18, 2**20, 2**22, 2**24, 2**26)
 
 
+@tells_errors("h2d tune")
 def main(arguments: Sequence[str]) -> int:
     """Measures, writes the profile and tells what follows from it.
 
     Returns:
         The exit status: 0 also where there is nothing to tune, 1 where it failed, 2 where an argument is wrong.
     """
-    from accelerators import AcceleratorError
-
-    from ...errors import TransferError
     from ...measured.profile import MachineProfile
     from .report import best_settings, choices, show
 
     parser = _parser()
     options = parser.parse_args(arguments)
     check_accelerator(parser, options)
-    if options.output is not None and not options.output.resolve().parent.is_dir():
-        parser.error(f"argument --output: there is no directory {options.output.parent}")
-    try:
-        nothing = _nothing_to_tune(options)
-        if nothing is not None:
-            print(json.dumps({"file": None, "nothing_to_tune": nothing}) if options.json else nothing)
-            return 0
-        given = {
-            "accelerator": options.accelerator,
-            "config": options.config,
-            "elements": sorted(set(options.elements or (_ELEMENTS[:3] if options.quick else _ELEMENTS))),
-            "rounds": 3 if options.quick else 5,
-            "nvme": options.nvme,
-            "drive_bounds": {"file_bytes": 2**27, "cell_seconds": 0.05} if options.quick else {},
-        }
-        measured = run_worker("transfer.cli.tune.worker:run", given, options)
-        if measured is None:
-            return 1
-        profile = MachineProfile.model_validate(measured)
-        file = profile.save(options.output)
-    except (AcceleratorError, TransferError) as error:
-        return fail(options, error)
-    if options.json:
-        result = {"file": file, "profile": measured, "best": best_settings(profile), "choices": choices(profile)}
-        print(json.dumps(result, indent=2))
-    else:
-        show(profile, file)
+    if options.output is not None and not Path(options.output).resolve().parent.is_dir():
+        parser.error(f"argument --output: there is no directory {Path(options.output).parent}")
+    nothing = _nothing_to_tune(options)
+    if nothing is not None:
+        tell({"file": None, "nothing_to_tune": nothing}, options, lambda _report: print(nothing))
+        return 0
+    options.elements = sorted(set(options.elements or (_ELEMENTS[:3] if options.quick else _ELEMENTS)))
+    measured = launch("transfer.cli.tune.worker:run", vars(options), options.ranks, threads=options.threads)
+    profile = MachineProfile.model_validate(measured)
+    file = profile.save(options.output)
+    report = {"file": file, "profile": measured, "best": best_settings(profile), "choices": choices(profile)}
+    tell(report, options, lambda _report: show(profile, file))
     return 0
 
 
@@ -81,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="h2d tune", description=__doc__)
     add_common_options(parser)
     add = parser.add_argument
-    add("--output", type=Path, metavar="FILE", help="what to write (default: $H2D_PROFILE, or else in ~/.cache)")
+    add("--output", metavar="FILE", help="what to write (default: $H2D_PROFILE, or else in ~/.cache)")
     add("--quick", action="store_true", help="fewer and smaller sizes and fewer rounds, in a few seconds")
     add("--elements", type=count, nargs="+", metavar="N", help="of the copies (default: 2^18 2^20 2^22 2^24 2^26)")
     add(

@@ -13,10 +13,9 @@ from ...nvme.aligned_memory import ALIGNMENT_BYTES, aligned_empty, buffer_of
 from ...nvme.checksums import checksums_of
 from ...nvme.mounts import file_system
 from ...nvme.new_file import created, not_written
-from ...nvme.open_file import NOT_DIRECT
 from ...nvme.swap_directory import OwnedFile, swap_directory
 from ..measuring.ranks import Ranks
-from ..measuring.raw_io import in_requests, read_request, write_request
+from ..measuring.raw_io import goes_past_the_cache, in_requests, move_all
 
 #: `nvme_swapped` reads one chunk of 16 MiB after the other: larger requests would leave threads without work.
 REQUESTS = (2**18, 2**20, 2**21, 2**22)
@@ -51,8 +50,7 @@ def measure_drive(directory: str, ranks: Ranks, bounds: Bounds) -> dict[str, Any
     rates = []
     try:
         with created(path, bounds.file_bytes) as (cached, past), ThreadPoolExecutor(max(THREADS)) as pool:
-            direct = _writes_directly(past)
-            file = _File(past if direct and past is not None else cached, direct, pool)
+            file = _File(cached, past, pool)
             # Filled first: writes are measured over old values, as in swap files, and reads of what is there.
             filled, _ = file.run(True, REQUESTS[-1], 4, bounds.file_bytes, bounds.fill_seconds)
             for writes, (request_bytes, threads) in itertools.product((True, False), cells):
@@ -64,29 +62,28 @@ def measure_drive(directory: str, ranks: Ranks, bounds: Bounds) -> dict[str, Any
     finally:
         owned.delete()
     slowest = [min(of_ranks) for of_ranks in zip(*ranks.gather(rates), strict=True)]
-    written, read = slowest[: len(cells)], slowest[len(cells) :]
-    names = ("request_bytes", "threads", "read_bytes_per_second", "written_bytes_per_second")
+    names = ("request_bytes", "threads", "written_bytes_per_second", "read_bytes_per_second")
+    both = zip(cells, slowest[: len(cells)], slowest[len(cells) :], strict=True)
     return {
         "file_system": file_system(own.path) or "unknown",
-        "direct": all(ranks.gather(direct)),
-        "rates": [
-            dict(zip(names, (*cell, *both), strict=True)) for cell, *both in zip(cells, read, written, strict=True)
-        ],
+        "direct": all(ranks.gather(file.is_direct)),
+        "rates": [dict(zip(names, (*cell, *rates), strict=True)) for cell, *rates in both],
     }
 
 
 class _File:
-    """A file that is written and read over and over."""
+    """A new file that is written and read over and over, past the page cache where the file system allows that."""
 
-    def __init__(self, descriptor: int, direct: bool, pool: ThreadPoolExecutor) -> None:
-        self._descriptor = descriptor
-        self._direct = direct
-        self._pool = pool
+    def __init__(self, cached: int, past: int | None, pool: ThreadPoolExecutor) -> None:
         # Random, as some drives compress; one for each thread.
         noise = os.urandom(REQUESTS[-1])
         self._memory = [aligned_empty(REQUESTS[-1]) for _ in range(max(THREADS))]
         for memory in self._memory:
             buffer_of(memory)[:] = noise
+        first = buffer_of(self._memory[0])[:ALIGNMENT_BYTES]
+        self.is_direct = past is not None and goes_past_the_cache(lambda: move_all(os.pwritev, past, first, 0))
+        self._descriptor = past if self.is_direct and past is not None else cached
+        self._pool = pool
 
     def run(
         self, writes: bool, request_bytes: int, threads: int, most_bytes: int, most_seconds: float
@@ -96,32 +93,18 @@ class _File:
         Returns:
             Bytes, and the seconds that they took.
         """
-        if not self._direct and not writes and hasattr(os, "posix_fadvise"):
+        if not self.is_direct and not writes and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        request = write_request if writes else read_request
 
         def move(thread: int, offset: int, length: int) -> None:
             memory = buffer_of(self._memory[thread])[:length]
-            request(self._descriptor, memory, offset)
+            move_all(os.pwritev if writes else os.preadv, self._descriptor, memory, offset)
             # As `swap_out` and `nvme_swapped` do; without it, fewer threads would seem to be enough.
             checksums_of(memory, length)
 
         most_bytes -= most_bytes % min(request_bytes, most_bytes)  # whole requests
         started = time.perf_counter()
         moved = in_requests(self._pool, threads, most_bytes, request_bytes, move, most_seconds)
-        if writes and not self._direct:  # else the page cache would be what is written to
+        if writes and not self.is_direct:  # else the page cache would be what is written to
             os.fsync(self._descriptor)
         return moved, time.perf_counter() - started
-
-
-def _writes_directly(direct: int | None) -> bool:
-    """Whether a new file can be written past the page cache: some file systems refuse it only now."""
-    if direct is None:
-        return False
-    try:
-        os.pwrite(direct, buffer_of(aligned_empty(ALIGNMENT_BYTES)), 0)
-    except OSError as error:
-        if error.errno in NOT_DIRECT:
-            return False
-        raise
-    return True

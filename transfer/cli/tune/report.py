@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich.text import Text
-
 from ...measured.estimate import CANDIDATES, fastest, format_seconds
 from ...measured.profile import WORTH_MORE, Drive, MachineProfile, StrategyTimes
 from ...registry import get_strategy
 from ..measuring.quantities import format_bytes, format_count
-from ..measuring.report import Column, console, file_system_name, make_table, number, plural
+from ..measuring.report import Column, console, file_system_name, make_table, number, plural, say
 
 #: Elements of the copies for which a choice is shown.
 TYPICAL_ELEMENTS = (2**20, 2**24, 2**28)
@@ -68,23 +66,22 @@ def config_yaml(profile: MachineProfile) -> str:
 def show(profile: MachineProfile, file: str) -> None:
     """Prints what was measured, what follows from it, a configuration, and the file's name."""
     out, machine, measured = console(), profile.machine, profile.measured
-    out.print(
-        Text(
-            f"{machine.device}; {machine.cpu}, {machine.cores} cores; {plural(measured.ranks, 'rank')} with "
-            f"{plural(measured.threads_per_rank, 'host thread')}; torch {measured.torch_version}"
-        )
+    say(
+        out,
+        f"{machine.device}; {machine.cpu}, {machine.cores} cores; {plural(measured.ranks, 'rank')} with "
+        f"{plural(measured.threads_per_rank, 'host thread')}; torch {measured.torch_version}",
     )
     for field, title in _TIMES.items():
         out.print(_copies(profile, field, title))
     for name, reason in profile.not_measured.items():
-        out.print(Text(f"not measured: {name}: {reason}"))
+        say(out, f"not measured: {name}: {reason}")
     if profile.optimizer is not None:
         updates = profile.optimizer.updates[-1]
-        out.print(Text(f"{profile.optimizer.name}: {updates.elements / updates.seconds / 1e9:.3g} G elements/s"))
+        say(out, f"{profile.optimizer.name}: {updates.elements / updates.seconds / 1e9:.3g} G elements/s")
     if profile.drive is not None:
         _show_drive(profile.drive)
     for row in choices(profile):
-        out.print(Text(f"{row['completion']}: {row['strategy']}. {row['reason']}"))
+        say(out, f"{row['completion']}: {row['strategy']}. {row['reason']}")
     out.print(f"\nA configuration for this machine:\n\n{config_yaml(profile)}", soft_wrap=True)
     out.print(f"\nWritten to {file}", soft_wrap=True)
 
@@ -129,4 +126,4 @@ def _show_drive(drive: Drive) -> None:
         title = f"GB/s of each rank, {what} on {file_system_name(drive.file_system)}, {how}"
         out.print(make_table(title, columns, [list(rows.values())]))
         size, speed = format_bytes(one.request_bytes), getattr(one, field) / 1e9
-        out.print(Text(f"Best {what}: {plural(one.threads, 'thread')}, requests of {size}, {speed:.3g} GB/s"))
+        say(out, f"Best {what}: {plural(one.threads, 'thread')}, requests of {size}, {speed:.3g} GB/s")

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from accelerators import Accelerator
 from accelerators.hardware import cores, cpu_model, device_name
 
 from ...accelerator_choice import AcceleratorChoice
@@ -29,19 +28,19 @@ from .drive import Bounds, measure_drive
 CHUNKS = (2**20, 2**22, 2**24)
 #: Elements of the optimizer's updates: from a small tile to one that is bound by memory.
 _UPDATES = (2**18, 2**20, 2**22, 2**24)
-_ADAM = "torch.optim.AdamW, fused"
+
+Advance = Callable[[str], None]
 
 
 def run(options: Mapping[str, Any], ranks: Ranks) -> dict[str, Any]:
     """A worker for ``ranks.launch``; returns the fields of a ``MachineProfile``.
 
     Args:
-        options: ``accelerator`` (a name or None), ``config`` (a YAML file or None), ``elements`` (rising), ``rounds``
-            (after one that warms up), ``nvme`` (a directory or None) and ``drive_bounds`` (of ``drive.Bounds``).
+        options: Those of the command line; ``elements`` rise.
         ranks: Those that measure together. The slowest one counts.
     """
     accelerator = AcceleratorChoice(options["accelerator"]).resolve()
-    machine = Machine(accelerator=accelerator.name, device=device_name(accelerator), cpu=cpu_model(), cores=cores())
+    elements, rounds = options["elements"], 3 if options["quick"] else 5
     measured = Circumstances(
         date=dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds"),
         torch_version=torch.__version__,
@@ -49,21 +48,23 @@ def run(options: Mapping[str, Any], ranks: Ranks) -> dict[str, Any]:
         threads_per_rank=torch.get_num_threads(),
     )
     drive = None
-    named = list(_configurations(resolve_config(options["config"]), options["elements"][-1]))
-    steps = len(named) * len(options["elements"]) + 1 + (options["nvme"] is not None)
-    with progress(steps, visible=ranks.rank == 0) as advance:
-        copies, not_measured = _copies(accelerator, measured, named, options, ranks, advance)
-        updates = _updates(options, ranks)
+    named = list(_configurations(resolve_config(options["config"]), elements[-1]))
+    with progress(len(named) * len(elements) + 1 + (options["nvme"] is not None), visible=ranks.rank == 0) as advance:
+        cases = [Case.of(accelerator, ranks, number, measured.destination_dtype) for number in elements]
+        copies, not_measured = _copies(cases, named, rounds, advance)
+        del cases
+        updates = _updates(elements[-1], rounds, ranks)
         advance("updates by an optimizer")
         if options["nvme"] is not None:
-            drive = measure_drive(options["nvme"], ranks, Bounds(**options["drive_bounds"]))
+            bounds = Bounds(file_bytes=2**27, cell_seconds=0.05) if options["quick"] else Bounds()
+            drive = measure_drive(options["nvme"], ranks, bounds)
             advance("the drive")
     return MachineProfile(
-        machine=machine,
+        machine=Machine(accelerator=accelerator.name, device=device_name(accelerator), cpu=cpu_model(), cores=cores()),
         measured=measured,
         copies=copies,
         not_measured=not_measured,
-        optimizer={"name": _ADAM, "updates": updates},
+        optimizer={"name": "torch.optim.AdamW, fused", "updates": updates},
         drive=drive,
     ).model_dump(mode="json")
 
@@ -79,41 +80,31 @@ def _configurations(config: TransferConfig, largest: int) -> Iterator[tuple[str,
 
 
 def _copies(
-    accelerator: Accelerator,
-    measured: Circumstances,
-    named: list[tuple[str, Any]],
-    options: Mapping[str, Any],
-    ranks: Ranks,
-    advance: Callable[[str], None],
+    cases: list[Case], named: list[tuple[str, Any]], rounds: int, advance: Advance
 ) -> tuple[list[StrategyTimes], dict[str, str]]:
-    times: list[list[CopyTime]] = [[] for _ in named]
-    refused: dict[int, str] = {}
-    for elements in options["elements"]:
-        case = Case.of(accelerator, ranks, elements, measured.destination_dtype)
-        for index, (name, config) in enumerate(named):
-            if index not in refused:
-                found = _time(case, name, config, options["rounds"])
-                if isinstance(found, str):
-                    refused[index] = found
-                else:
-                    times[index].append(found)
-            advance(f"{name}, {elements:,} elements")
-    copies = [
-        StrategyTimes(strategy=name, settings=settings_of(config), times=times[index])
-        for index, (name, config) in enumerate(named)
-        if index not in refused
-    ]
-    reasons = {named[index][0]: reason for index, reason in reversed(refused.items())}
+    """The times of what can make all of these copies, and the reason for each strategy that cannot."""
+    copies: list[StrategyTimes] = []
+    refused: dict[str, str] = {}
+    for name, config in named:
+        times: list[CopyTime] = []
+        for case in cases:
+            found = _time(case, name, config, rounds)
+            advance(f"{name}, {case.source.numel():,} elements")
+            if isinstance(found, str):
+                refused.setdefault(name, found)
+                break
+            times.append(found)
+        else:
+            copies.append(StrategyTimes(strategy=name, settings=settings_of(config), times=times))
     for one in copies:
-        reasons.pop(one.strategy, None)
-    return copies, reasons
+        refused.pop(one.strategy, None)
+    return copies, refused
 
 
 def _time(case: Case, name: str, config: Any, rounds: int) -> CopyTime | str:
     """The times of one strategy, or why it cannot make this copy."""
     copied, held, total = [], [], []
-    # Without a fallback: what cannot run is not measured under another's name.
-    with get_strategy(name)(config, case.accelerator, fallback=False) as transfer:
+    with get_strategy(name)(config, case.accelerator) as transfer:
         variant = Variant(name, "strategy", transfer, case.source)
         reason = case.refusal(variant)
         if reason is not None:
@@ -122,9 +113,9 @@ def _time(case: Case, name: str, config: Any, rounds: int) -> CopyTime | str:
             return "It left wrong bits."
         for _ in range(rounds):
             copied.append(case.timed(variant))
-            seconds = case.submitted(variant)
-            held.append(seconds[0])
-            total.append(seconds[1])
+            submit_seconds, seconds = case.submitted(variant)
+            held.append(submit_seconds)
+            total.append(seconds)
     return CopyTime(
         elements=case.source.numel(),
         copy_seconds=_median(case.ranks, copied),
@@ -133,20 +124,20 @@ def _time(case: Case, name: str, config: Any, rounds: int) -> CopyTime | str:
     )
 
 
-def _updates(options: Mapping[str, Any], ranks: Ranks) -> list[dict[str, float]]:
+def _updates(largest: int, rounds: int, ranks: Ranks) -> list[dict[str, float]]:
     """Adam on the host: torch's fused one, which is bound by memory as DeepSpeed's is."""
     found = []
-    for elements in [size for size in _UPDATES if size <= options["elements"][-1]] or [options["elements"][-1]]:
+    for elements in [size for size in _UPDATES if size <= largest] or [largest]:
         weights = torch.ones(elements, device="cpu", requires_grad=True)
         weights.grad = torch.ones_like(weights)
         optimizer = torch.optim.AdamW([weights], fused=True)
-        rounds = []
-        for _ in range(options["rounds"] + 1):
+        seconds = []
+        for _ in range(rounds + 1):
             ranks.barrier()
             started = time.perf_counter()
             optimizer.step()
-            rounds.append(time.perf_counter() - started)
-        found.append({"elements": elements, "seconds": _median(ranks, rounds[1:])})
+            seconds.append(time.perf_counter() - started)
+        found.append({"elements": elements, "seconds": _median(ranks, seconds[1:])})
     return found
 
 
