@@ -19,8 +19,10 @@ from ..measuring.report import (
     make_table,
     mebibytes,
     number,
+    percent,
     plural,
     say,
+    times,
     verdict,
 )
 from ..measuring.statistics import median_ratio, slowest, spread_percent
@@ -41,6 +43,10 @@ class _Row:
     def median(self) -> float:
         return statistics.median(self.seconds)
 
+    def rate(self, what: str) -> float:
+        """GB/s of these bytes."""
+        return float(self.one[what] / self.median / 1e9)
+
     def share_of(self, name: str) -> float | None:
         return median_ratio(self.beside.get(name), self.seconds)
 
@@ -59,9 +65,9 @@ _TIMES = (
     _NAME,
     Column("median\nms", "median_seconds", number(".4g", scale=1e3), lambda row: row.median),
     Column("spread\n%", "spread_percent", number(".0f"), lambda row: spread_percent(row.seconds)),
-    Column("GB/s", "gigabytes_per_second", number(".3g"), lambda row: row.one["destination_bytes"] / row.median / 1e9),
-    Column("of the\nlink", "share_of_link", number(".0%"), lambda row: row.share_of(LINK)),
-    Column("times\nDeep-\nSpeed", "times_deepspeed", number(".2f", "x"), lambda row: row.share_of(DEEPSPEED)),
+    Column("GB/s", "gigabytes_per_second", number(".3g"), lambda row: row.rate("destination_bytes")),
+    Column("of the\nlink", "share_of_link", percent, lambda row: row.share_of(LINK)),
+    Column("times\nDeep-\nSpeed", "times_deepspeed", times, lambda row: row.share_of(DEEPSPEED)),
     Column("bits", "right_bits", verdict),
 )
 _MEMORY = (
@@ -73,16 +79,9 @@ _MEMORY = (
 )
 _FROM_FILE = (
     _NAME,
-    Column(
-        "file\nGB/s", "read_gigabytes_per_second", number(".3g"), lambda row: row.one["source_bytes"] / row.median / 1e9
-    ),
-    Column("of the\nraw read", "share_of_raw_read", number(".0%"), _Row.share_of_raw_read),
-    Column(
-        "times DS\nfrom NVMe",
-        "times_deepspeed_from_nvme",
-        number(".2f", "x"),
-        lambda row: row.share_of(DEEPSPEED_FROM_NVME),
-    ),
+    Column("file\nGB/s", "read_gigabytes_per_second", number(".3g"), lambda row: row.rate("source_bytes")),
+    Column("of the\nraw read", "share_of_raw_read", percent, _Row.share_of_raw_read),
+    Column("times DS\nfrom NVMe", "times_deepspeed_from_nvme", times, lambda row: row.share_of(DEEPSPEED_FROM_NVME)),
 )
 
 _NOTE = (

@@ -48,8 +48,7 @@ def make_engine(options: Mapping[str, Any], accelerator: Any) -> Any:
     """A ZeRO-3 engine with bf16 partitions on the device and fp32 masters on the host, or on NVMe.
 
     Args:
-        options: ``layers``, ``hidden``, ``sub_groups``, ``optimizer``, ``batch``, ``nvme`` and ``nvme_pipeline``, as
-            on the command line; ``learning_rate``, if other than one that is small enough for random tokens.
+        options: Those of the command line; ``learning_rate`` too, where the default for random tokens is too small.
         accelerator: Where ``start_deepspeed`` let DeepSpeed run.
 
     Raises:
@@ -75,7 +74,7 @@ def make_engine(options: Mapping[str, Any], accelerator: Any) -> Any:
     check_lock_limit(zero["offload_optimizer"], size + max(parameter.ds_tensor.numel() for parameter in parameters))
     optimizer_class: Any = torch.optim.AdamW
     if options["optimizer"] == "cpu_adam":
-        from deepspeed.ops.adam import DeepSpeedCPUAdam as optimizer_class
+        optimizer_class = deepspeed.ops.adam.DeepSpeedCPUAdam
     optimizer = optimizer_class(parameters, lr=options.get("learning_rate", 1e-5))
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
     if options["nvme"] is not None:

@@ -37,11 +37,7 @@ def offload_section(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_lock_limit(offload: Mapping[str, Any], elements: int) -> None:
-    """Refuses swap buffers that the process may not lock: DeepSpeed's op would abort it.
-
-    Args:
-        offload: As ``offload_section`` makes it.
-        elements: The most that a sub-group has.
+    """Refuses swap buffers for sub-groups of so many elements that the process may not lock: the op would abort it.
 
     Raises:
         StrategyUnavailableError: The limit on locked memory is lower.

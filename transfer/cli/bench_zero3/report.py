@@ -17,8 +17,10 @@ from ..measuring.report import (
     make_table,
     mebibytes,
     number,
+    percent,
     plural,
     say,
+    times,
     verdict,
 )
 from ..measuring.statistics import median_ratio, slowest, spread_percent
@@ -63,20 +65,10 @@ _STEPS = (
     Column("copy-back", "name"),
     Column("step\ns", "median_step_seconds", number(".3g"), lambda row: statistics.median(row.step)),
     Column("spread\n%", "spread_percent", number(".0f"), lambda row: spread_percent(row.step)),
-    Column(
-        "times\nDeep-\nSpeed",
-        "times_deepspeed",
-        number(".2f", "x"),
-        lambda row: median_ratio(row.steps[DEEPSPEED], row.step),
-    ),
-    Column(
-        "of the\nbound",
-        "times_lower_bound",
-        number(".2f", "x"),
-        lambda row: median_ratio(row.step, row.steps[NO_COPY_BACK]),
-    ),
+    Column("times\nDeep-\nSpeed", "times_deepspeed", times, lambda row: median_ratio(row.steps[DEEPSPEED], row.step)),
+    Column("of the\nbound", "times_lower_bound", times, lambda row: median_ratio(row.step, row.steps[NO_COPY_BACK])),
     Column("copy-\nback s", "copy_back_seconds", number(".3f"), lambda row: statistics.median(row.copy_back)),
-    Column("of the\nstep", "copy_back_share", number(".0%"), lambda row: median_ratio(row.copy_back, row.step)),
+    Column("of the\nstep", "copy_back_share", percent, lambda row: median_ratio(row.copy_back, row.step)),
     Column("bits", "right_bits", verdict),
 )
 _ITERATIONS = (
@@ -85,7 +77,7 @@ _ITERATIONS = (
     Column(
         "times\nDeep-\nSpeed",
         "iteration_times_deepspeed",
-        number(".2f", "x"),
+        times,
         lambda row: median_ratio(row.iterations[DEEPSPEED], row.iteration),
     ),
     Column("pinned\nMiB", "pinned_bytes", mebibytes),

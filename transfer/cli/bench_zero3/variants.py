@@ -27,7 +27,7 @@ class Variant:
         config: Of the transfer; None for DeepSpeed, and where nothing is copied back.
         transfer: Kept for the whole measurement, so that its buffers stay.
         page_locked_bytes: What attaching it page-locks in place, of this rank's masters.
-        selected: The strategy that the policy picks for the first sub-group.
+        selected: The strategy that has copied the first sub-group.
         attach_seconds: Of the first attach, which includes page-locking.
     """
 

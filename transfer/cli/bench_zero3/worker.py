@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from ...accelerator_choice import AcceleratorChoice
-from ...policy import TransferPolicy
 from ...routing import build_transfer
 from ..measuring import bits
 from ..measuring.copies import refusal
@@ -91,7 +90,6 @@ class _Bench:
             return
         partition, master = next(self._partitions())
         master = as_in_a_step(self.engine.optimizer, 0, master)
-        variant.selected = TransferPolicy(variant.config, self.accelerator).select(partition, master).strategy
         locked_bytes = self._locked_bytes()
         started = time.perf_counter()
         try:
@@ -99,9 +97,8 @@ class _Bench:
                 variant.attach_seconds = time.perf_counter() - started
                 variant.page_locked_bytes = self._locked_bytes() - locked_bytes
                 variant.transfer.copy(partition, master)
-                # Attaching prepares the masters, after which the policy may select another strategy.
-                used = [name for name, counts in variant.transfer.stats().items() if counts.copies]
-                variant.selected = used[0] if used else variant.selected
+                used = (name for name, counts in variant.transfer.stats().items() if counts.copies)
+                variant.selected = next(used, None)
         finally:
             variant.close()  # the masters are ordinary memory again
 

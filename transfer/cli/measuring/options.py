@@ -37,13 +37,7 @@ def tells_errors(command: str) -> Callable[[Main], Main]:
 
 
 def add_common_options(parser: argparse.ArgumentParser, *, ranks: int | None = 1, strategies: bool = False) -> None:
-    """Adds the options that every command has.
-
-    Args:
-        parser: Takes them.
-        ranks: The default of ``--ranks``; None: one for each device, at most two.
-        strategies: Adds ``--strategies`` too, which ``choices`` reads.
-    """
+    """Adds the options that every command has, and ``--strategies``, which ``choices`` reads, where it is asked for."""
     add = parser.add_argument
     default = ranks or "one for each device, at most 2"
     add("--ranks", type=count, default=ranks, metavar="N", help=f"processes at the same time (default: {default})")
@@ -57,12 +51,7 @@ def add_common_options(parser: argparse.ArgumentParser, *, ranks: int | None = 1
 
 
 def check_accelerator(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Sets ``options.accelerator`` from the configuration if need be. Ends the program with status 2 where it is wrong.
-
-    Args:
-        parser: Tells what is wrong.
-        options: Those of the command line.
-    """
+    """Completes ``options.accelerator`` from the configuration; ends the program with status 2 where it is wrong."""
     from accelerators import AcceleratorError
     from accelerators.registry import available_accelerators, explain_unknown
 
@@ -79,12 +68,9 @@ def check_accelerator(parser: argparse.ArgumentParser, options: argparse.Namespa
 
 
 def choices(parser: argparse.ArgumentParser, options: argparse.Namespace, *, also: Collection[str] = ()) -> list[str]:
-    """The strategies to measure. Ends the program with status 2 where a name or the configuration is wrong.
+    """The strategies to measure; ``also`` are right names of none.
 
-    Args:
-        parser: Tells what is wrong.
-        options: Those of the command line.
-        also: Names that are right although no strategy is registered under them.
+    Ends the program with status 2 where a name or the configuration is wrong.
     """
     from ...errors import UnknownStrategyError
     from ...registry import get_strategy, strategy_names

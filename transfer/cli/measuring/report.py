@@ -22,6 +22,10 @@ def number(form: str, unit: str = "", scale: float = 1) -> Callable[[float | Non
     return lambda value: "-" if value is None else f"{value * scale:{form}}{unit}"
 
 
+times = number(".2f", "x")
+percent = number(".0%")
+
+
 def mebibytes(value: int | None) -> str:
     return "-" if value is None else f"{value / 2**20:,.1f}" if value else "0"
 
@@ -34,19 +38,12 @@ def verdict(right_bits: bool | None) -> Text:
 
 
 class Column(NamedTuple):
-    """One column of a table, and one figure of the JSON where it has to be computed.
-
-    Attributes:
-        title: In the table.
-        key: Of the measurement, or of its ``figures``.
-        show: Makes text of the value.
-        figure: Computes the value from a row; None where the measurement has it already.
-    """
+    """One column of a table, and one figure of the JSON where it has to be computed."""
 
     title: str
-    key: str
-    show: Callable[[Any], str | Text] = str
-    figure: Callable[[Any], Any] | None = None
+    key: str  #: Of the measurement, or of its ``figures``.
+    show: Callable[[Any], str | Text] = str  #: Makes text of the value.
+    figure: Callable[[Any], Any] | None = None  #: Computes the value from a row, where the measurement has it not.
 
 
 def figures(columns: Iterable[Column], row: Any) -> dict[str, Any]:
