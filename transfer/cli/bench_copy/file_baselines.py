@@ -18,7 +18,7 @@ from ...nvme.aligned_memory import ALIGNMENT_BYTES, aligned_empty, buffer_of, ro
 from ...nvme.open_file import O_DIRECT, opened
 from ...nvme.swapped_tensor import SwappedTensor
 from ...registry import get_strategy
-from ..measuring.baselines import Baseline
+from ..measuring.baselines import NOTHING, Baseline
 from ..measuring.raw_io import in_requests, move_all
 from ..measuring.report import plural
 
@@ -39,26 +39,24 @@ class RawRead(Baseline):
         self._threads = threads
         self._request_bytes = request_bytes
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="h2d-bench-read")
-        self._memory: Tensor | None = None
+        self._memory = NOTHING
 
     def prepare(self, source: Any) -> None:
         self._memory = aligned_empty(round_up(source.nbytes, ALIGNMENT_BYTES)).zero_()  # no page is new when timed
 
     def close(self) -> None:
-        self._memory = None
+        self._memory = NOTHING
         self._pool.shutdown()
         super().close()
 
     def _copy(self, destination: Tensor, source: Any) -> None:  # noqa: ARG002 - nothing reaches the device
-        memory = self._memory
-        assert memory is not None, "prepare comes first"  # noqa: S101
-        buffer = buffer_of(memory)
+        buffer = buffer_of(self._memory)
         with opened(source.path, O_DIRECT) as descriptor:
 
             def move(_thread: int, offset: int, length: int) -> None:
                 move_all(os.preadv, descriptor, buffer[offset : offset + length], source.offset_bytes + offset)
 
-            in_requests(self._pool, self._threads, memory.numel(), self._request_bytes, move)
+            in_requests(self._pool, self._threads, len(buffer), self._request_bytes, move)
 
 
 class SwapBuffer(Baseline):
@@ -74,11 +72,11 @@ class SwapBuffer(Baseline):
         super().__init__(accelerator, dtype)
         self._threads = threads
         self._handles: list[tuple[Any, int]] = []
-        self._buffer: Tensor | None = None
+        self._buffer = NOTHING
 
     @property
     def pinned_bytes(self) -> int:
-        return super().pinned_bytes + (0 if self._buffer is None else self._buffer.nbytes)
+        return super().pinned_bytes + self._buffer.nbytes
 
     def prepare(self, source: Any) -> None:
         num_bytes = round_up(source.nbytes, ALIGNMENT_BYTES)
@@ -89,23 +87,20 @@ class SwapBuffer(Baseline):
             raise StrategyUnavailableError(obstacle)
         # The op shares a request out evenly: what does not divide so is read by a handle of its own.
         self._handles = [(deepspeed_aio.make_handle(threads), threads) for threads in sorted({1, self._threads})[::-1]]
-        example = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._buffer = self._handles[0][0].new_cpu_locked_tensor(num_bytes, example).zero_()
+        self._buffer = self._handles[0][0].new_cpu_locked_tensor(num_bytes, NOTHING).zero_()
 
     def close(self) -> None:
-        if self._buffer is not None:
+        if self._buffer is not NOTHING:
             self._handles[0][0].free_cpu_locked_tensor(self._buffer)
-        self._buffer, self._handles = None, []
+        self._buffer, self._handles = NOTHING, []
         super().close()
 
     def _values(self, source: Any) -> Tensor:
         """The buffer, as values of the source's dtype and shape."""
-        assert self._buffer is not None, "prepare comes first"  # noqa: S101
         return self._buffer.narrow(0, 0, source.nbytes).view(source.dtype).view(source.shape)
 
     def _read(self, source: SwappedTensor) -> None:
         """Reads the whole file. Its values are padded to the alignment, so no length is one that the op mistakes."""
-        assert self._buffer is not None, "prepare comes first"  # noqa: S101
         begin = 0
         with contextlib.ExitStack() as waiting:
             for handle, threads in self._handles:

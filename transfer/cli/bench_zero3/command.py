@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _strategies(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[str]:
-    """The strategies to measure. Those that read files are among them where they are asked for; the worker says why not."""
+    """The strategies to measure. Those that read files are among them if asked for: the worker says why not."""
     from ...registry import get_strategy
 
     if options.nvme_pipeline and options.nvme is None:

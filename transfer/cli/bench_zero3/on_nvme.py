@@ -16,10 +16,6 @@ from ...nvme import SwappedTensor, swap_in
 from ...registry import get_strategy
 from ...zero3.stage3 import Stage3, buffers_of
 
-#: Three states and a gradient, and one more; three times four where one sub-group is updated while the one before is
-#: still written and the one after read already.
-_BUFFERS, _PIPELINED_BUFFERS = 5, 12
-
 
 def offload_section(options: Mapping[str, Any]) -> dict[str, Any]:
     """``offload_optimizer`` of the DeepSpeed config, by the options ``nvme`` and ``nvme_pipeline``."""
@@ -29,7 +25,9 @@ def offload_section(options: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "device": "nvme",
         "nvme_path": options["nvme"],
-        "buffer_count": _PIPELINED_BUFFERS if pipelined else _BUFFERS,
+        # Three states and a gradient, and one more. Pipelined, one sub-group is updated while the one before is written
+        # and the one after is read: three times four.
+        "buffer_count": 12 if pipelined else 5,
         "pipeline_read": pipelined,
         "pipeline_write": pipelined,
         "pin_memory": True,

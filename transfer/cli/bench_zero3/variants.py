@@ -20,23 +20,14 @@ from .on_nvme import masters
 
 @dataclass
 class Variant:
-    """One copy-back, and what was measured of it on this rank.
-
-    Attributes:
-        name: In the table.
-        config: Of the transfer; None for DeepSpeed, and where nothing is copied back.
-        transfer: Kept for the whole measurement, so that its buffers stay.
-        page_locked_bytes: What attaching it page-locks in place, of this rank's masters.
-        selected: The strategy that has copied the first sub-group.
-        attach_seconds: Of the first attach, which includes page-locking.
-    """
+    """One copy-back, and what was measured of it on this rank."""
 
     name: str
-    config: TransferConfig | None = None
-    transfer: HostToDeviceTransfer | None = None
-    page_locked_bytes: int = 0
-    selected: str | None = None
-    attach_seconds: float | None = None
+    config: TransferConfig | None = None  #: Of the transfer; None for DeepSpeed, and where nothing is copied back.
+    transfer: HostToDeviceTransfer | None = None  #: Kept for the whole measurement, so that its buffers stay.
+    page_locked_bytes: int = 0  #: What attaching it page-locks in place, of this rank's masters.
+    selected: str | None = None  #: The strategy that has copied the first sub-group.
+    attach_seconds: float | None = None  #: Of the first attach, which includes page-locking.
     step_seconds: list[float] = field(default_factory=list)
     iteration_seconds: list[float] = field(default_factory=list)
     memory_rises: list[int] = field(default_factory=list)
@@ -55,20 +46,14 @@ class Variant:
     @contextlib.contextmanager
     def attached(self, engine: Any) -> Iterator[None]:
         """The block in which the engine's steps copy back this way."""
-        if self.transfer is not None:
-            zero3.attach(engine, self.transfer)
-            try:
-                yield
-            finally:
-                zero3.detach(engine)
-        elif self.copies:
+        with contextlib.ExitStack() as undoing:
+            if self.transfer is not None:
+                zero3.attach(engine, self.transfer)
+                undoing.callback(zero3.detach, engine)
+            elif not self.copies:
+                setattr(engine.optimizer, COPY_BACK, Stage3(engine.optimizer).unflatten)
+                undoing.callback(delattr, engine.optimizer, COPY_BACK)  # the class's own is found again
             yield
-        else:
-            setattr(engine.optimizer, COPY_BACK, Stage3(engine.optimizer).unflatten)
-            try:
-                yield
-            finally:
-                delattr(engine.optimizer, COPY_BACK)  # the class's own is found again
 
 
 def make_variants(options: Mapping[str, Any], accelerator: Any) -> list[Variant]:

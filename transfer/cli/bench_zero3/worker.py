@@ -150,7 +150,7 @@ class _Bench:
     def _step(self, variant: Variant, counted: bool, checked: bool) -> None:
         checked = checked and variant.copies
         with variant.attached(self.engine):
-            started = self._start()
+            started = self.ranks.start(self.accelerator)
             self.engine.backward(self.engine(self.tokens))
             self.accelerator.synchronize()
             forward_and_backward = time.perf_counter() - started
@@ -160,7 +160,7 @@ class _Bench:
             if self.device is not None:
                 self.device.reset_peak_memory_stats()
                 allocated = self.device.memory_allocated()
-            started = self._start()
+            started = self.ranks.start(self.accelerator)
             self.engine.step()
             self.accelerator.synchronize()
             step = time.perf_counter() - started
@@ -173,12 +173,6 @@ class _Bench:
         variant.right_bits &= right
         if not all(self.ranks.gather(right)) or not variant.copies:
             rewrite(self.engine)  # so that the next variant begins with the right model
-
-    def _start(self) -> float:
-        """The time at which every rank begins what follows, with nothing left to do on its device."""
-        self.accelerator.synchronize()
-        self.ranks.barrier()
-        return time.perf_counter()
 
     def _partitions(self) -> Iterator[tuple[Any, Any]]:
         """The low-precision partition and the master of each sub-group, as they are now."""

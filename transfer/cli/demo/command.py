@@ -49,19 +49,18 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     options.accelerator = _accelerator(parser, options)
     ranks = options.ranks or (2 if options.accelerator == _SIMULATED else min(2, _devices()))
-    asked, reason = options.optimizer, None
-    if asked != "adamw":
-        options.optimizer, reason = "cpu_adam", _compile_cpu_adam()
+    reason = None if options.optimizer == "adamw" else _compile_cpu_adam()
     if reason is not None:
-        if asked == "cpu_adam":
-            print(f"h2d demo: {reason}", file=sys.stderr)
+        if options.optimizer == "cpu_adam":
+            _say(f"h2d demo: {reason}")
             return 1
         options.optimizer = "adamw"
         _say(f"{reason} torch's AdamW updates the weights instead of DeepSpeed's CPU Adam.")
+    elif options.optimizer == "auto":
+        options.optimizer = "cpu_adam"
     _say(f"Training {options.steps} steps twice on {ranks} rank{'s' * (ranks > 1)}: under a minute on most machines.")
-    result = launch(
-        "transfer.cli.demo.worker:train_twice", vars(options), ranks, threads=options.threads, deepspeed=True
-    )
+    worker = "transfer.cli.demo.worker:train_twice"
+    result = launch(worker, vars(options), ranks, threads=options.threads, deepspeed=True)
     report = {
         "schema_version": SCHEMA_VERSION,
         "command": "demo",

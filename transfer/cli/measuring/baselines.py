@@ -29,6 +29,8 @@ NO_COPY_BACK = "no copy-back"
 RING_CONFIG = {"chunk_elements": 2**26, "buffers": 2}
 
 _LINK_CHUNK_BYTES = 16 * 2**20
+#: Memory of a baseline before ``prepare`` and after ``close``.
+NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 class Baseline(HostToDeviceTransfer):
@@ -48,7 +50,7 @@ class Baseline(HostToDeviceTransfer):
         super().__init__(None, accelerator)
         self._dtype = dtype
         self._pinned: list[Tensor] = []
-        self._scratch: Tensor | None = None
+        self._scratch = NOTHING
 
     @property
     def pinned_bytes(self) -> int:
@@ -56,10 +58,10 @@ class Baseline(HostToDeviceTransfer):
 
     @property
     def scratch_bytes(self) -> int:
-        return 0 if self._scratch is None else self._scratch.nbytes
+        return self._scratch.nbytes
 
     def close(self) -> None:
-        self._scratch = None
+        self._scratch = NOTHING
         while self._pinned:
             self.accelerator.unpin_memory(self._pinned[-1])
             self._pinned.pop()
@@ -110,10 +112,8 @@ class PinnedMaster(Baseline):
         self._scratch = self.accelerator.device_empty(source.numel(), dtype=source.dtype)
 
     def _copy(self, destination: Tensor, source: Tensor) -> None:  # noqa: ARG002 - the master is the pinned one
-        scratch = self._scratch
-        assert scratch is not None, "prepare comes first"  # noqa: S101
-        self.accelerator.enqueue_copy(scratch, self._pinned[0])
-        self.accelerator.enqueue_copy(destination, scratch)
+        self.accelerator.enqueue_copy(self._scratch, self._pinned[0])
+        self.accelerator.enqueue_copy(destination, self._scratch)
 
 
 class PinnedLowPrecision(Baseline):

@@ -56,14 +56,14 @@ class Case:
 
     def timed(self, variant: Variant) -> float:
         """Seconds of one copy, which begins on every rank at once."""
-        started = self._start()
+        started = self.ranks.start(self.accelerator)
         variant.transfer.copy(self.destination, variant.source)
         self.accelerator.synchronize()
         return time.perf_counter() - started
 
     def submitted(self, variant: Variant) -> tuple[float, float]:
         """Seconds for which ``submit`` holds the host, and until the values are there."""
-        started = self._start()
+        started = self.ranks.start(self.accelerator)
         copy = variant.transfer.submit(self.destination, variant.source)
         held = time.perf_counter() - started
         copy.wait()
@@ -81,11 +81,6 @@ class Case:
     def refusal(self, variant: Variant) -> str | None:
         """Prepares a variant and copies once. Returns why some rank cannot, or None where all can."""
         return refusal(self.ranks, lambda: self._prepare(variant)) or refusal(self.ranks, lambda: self.checked(variant))
-
-    def _start(self) -> float:
-        self.accelerator.synchronize()
-        self.ranks.barrier()
-        return time.perf_counter()
 
     def _prepare(self, variant: Variant) -> None:
         """Lets a strategy that page-locks in place do so with a source of its own: the others copy ordinary memory."""

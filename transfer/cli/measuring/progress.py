@@ -1,4 +1,4 @@
-"""A progress bar for people who watch; programs that read the output never see it."""
+"""A progress bar for people. Programs that read the output never see it."""
 
 from __future__ import annotations
 

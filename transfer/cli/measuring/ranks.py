@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,12 @@ class Ranks:
             import torch.distributed
 
             torch.distributed.barrier()
+
+    def start(self, accelerator: Any) -> float:
+        """The time at which every rank begins what follows, with nothing left to do on its device."""
+        accelerator.synchronize()
+        self.barrier()
+        return time.perf_counter()
 
     def largest(self, own: Mapping[str, Any]) -> dict[str, Any]:
         """For each key the largest value of any rank; None where no rank has one."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from rich.console import Console
+
 from ...measured.estimate import CANDIDATES, fastest, format_seconds
 from ...measured.profile import WORTH_MORE, Drive, MachineProfile, StrategyTimes
 from ...registry import get_strategy
@@ -79,7 +81,7 @@ def show(profile: MachineProfile, file: str) -> None:
         updates = profile.optimizer.updates[-1]
         say(out, f"{profile.optimizer.name}: {updates.elements / updates.seconds / 1e9:.3g} G elements/s")
     if profile.drive is not None:
-        _show_drive(profile.drive)
+        _show_drive(out, profile.drive)
     for row in choices(profile):
         say(out, f"{row['completion']}: {row['strategy']}. {row['reason']}")
     out.print(f"\nA configuration for this machine:\n\n{config_yaml(profile)}", soft_wrap=True)
@@ -105,25 +107,18 @@ def _seconds(value: float | None) -> str:
     return "-" if value is None else format_seconds(value)
 
 
-def _show_drive(drive: Drive) -> None:
-    out = console()
+def _show_drive(out: Console, drive: Drive) -> None:
     refused = "through the page cache, as O_DIRECT is refused: not the drive's own rates"
-    how = "past the page cache" if drive.direct else refused
+    where = f"on {file_system_name(drive.file_system)}, {'past the page cache' if drive.direct else refused}"
     threads = dict.fromkeys(one.threads for one in drive.rates)
-    columns = [
-        Column("requests of", "request_bytes", format_bytes),
-        *(Column(plural(count, "thread"), str(count), number(".3g", scale=1e-9)) for count in threads),
-    ]
-    best = (
-        ("read", drive.best_read, "read_bytes_per_second"),
-        ("written", drive.best_write, "written_bytes_per_second"),
-    )
-    for what, one, field in best:
+    columns = [Column("requests of", "request_bytes", format_bytes)]
+    columns += [Column(plural(count, "thread"), str(count), number(".3g", scale=1e-9)) for count in threads]
+    for what, best in (("read", drive.best_read), ("written", drive.best_write)):
         rows: dict[int, dict[str, Any]] = {}
         for rate in drive.rates:
             row = rows.setdefault(rate.request_bytes, {"request_bytes": rate.request_bytes})
-            row[str(rate.threads)] = getattr(rate, field)
-        title = f"GB/s of each rank, {what} on {file_system_name(drive.file_system)}, {how}"
-        out.print(make_table(title, columns, [list(rows.values())]))
-        size, speed = format_bytes(one.request_bytes), getattr(one, field) / 1e9
-        say(out, f"Best {what}: {plural(one.threads, 'thread')}, requests of {size}, {speed:.3g} GB/s")
+            row[str(rate.threads)] = getattr(rate, f"{what}_bytes_per_second")
+        out.print(make_table(f"GB/s of each rank, {what} {where}", columns, [list(rows.values())]))
+        speed = getattr(best, f"{what}_bytes_per_second") / 1e9
+        size = format_bytes(best.request_bytes)
+        say(out, f"Best {what}: {plural(best.threads, 'thread')}, requests of {size}, {speed:.3g} GB/s")
