@@ -76,6 +76,8 @@ def test_every_strategy_and_baseline_is_measured(capsys, large_ring):
     assert extra["pinned low-precision copy"] == (8192, 0)
     assert extra["ring 2 x 2^26"] == (2 * 2**26 * 2, 0)
     assert extra["deepspeed"] == (0, 0)
+    direct = next(one for one in first if one["variant"] == "pinned_direct")
+    assert (direct["pinned_bytes"], direct["page_locked_bytes"]) == (0, 4 * 4096), "the source is no extra memory"
     assert [one["variant"] for one in first if one["summary"]] == BASELINES
     assert get_accelerator("simulated").pinned_bytes == 0
 

@@ -95,7 +95,7 @@ def _measure(case: Case, options: Mapping[str, Any], advance: Callable[[str], No
 def _result(variant: Variant, case: Case) -> dict[str, Any]:
     transfer = variant.transfer
     own = {
-        "pinned_bytes": transfer.pinned_bytes,
+        "pinned_bytes": transfer.pinned_bytes - transfer.page_locked_bytes,  # the source is no extra memory
         "page_locked_bytes": variant.source.nbytes if variant.page_lock_seconds is not None else 0,
         "device_bytes": transfer.scratch_bytes,
         "page_lock_seconds": variant.page_lock_seconds,

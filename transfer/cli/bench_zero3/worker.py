@@ -186,7 +186,7 @@ def _measurement(variant: Variant, ranks: Ranks) -> dict[str, Any]:
     transfer = variant.transfer
     own = {
         "attach_seconds": variant.attach_seconds,
-        "pinned_bytes": 0 if transfer is None else transfer.pinned_bytes,
+        "pinned_bytes": 0 if transfer is None else transfer.pinned_bytes - transfer.page_locked_bytes,
         "scratch_bytes": 0 if transfer is None else transfer.scratch_bytes,
         "memory_rise_bytes": max(variant.memory_rises, default=None),
     }
