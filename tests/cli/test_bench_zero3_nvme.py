@@ -150,3 +150,26 @@ def test_the_title_says_where_the_state_is():
     swapped = zero3_report.swapped
     assert swapped({"file_system": "xfs", "pipelined": True}, engine) == "the state of 3 of 4 swapped to xfs, pipelined"
     assert "which is memory: no drive" in swapped({"file_system": "tmpfs", "pipelined": False}, engine)
+
+
+def test_masters_are_read_from_deepspeeds_files_where_they_are_swapped(tmp_path):
+    values, kept, placeholder = torch.randn(8), torch.randn(3), torch.zeros(1)
+    placeholder.ds_id = 7
+    (tmp_path / "master.swp").write_bytes(values.numpy().tobytes() + bytes(480))  # padded, as DeepSpeed does
+    info = SimpleNamespace(
+        tensors=[SimpleNamespace(swap_path=str(tmp_path / "master.swp"))],
+        dtype=lambda: torch.float32,
+        numel=lambda: 8,
+        release_unswapped_gradients=None,
+    )
+    optimizer = SimpleNamespace(
+        swap_optimizer=True,
+        fp32_partitioned_groups_flat=[placeholder, kept],
+        _swappable_optimizer_subgroup=lambda sub_group_id: sub_group_id == 0,
+        optimizer_swapper=SimpleNamespace(swap_params_info={7: info}),
+    )
+    found = list(zero3_bench_nvme.masters(optimizer))
+    assert [master.tolist() for master in found] == [values.tolist(), kept.tolist()]
+    info.tensors = []
+    with pytest.raises(StrategyUnavailableError, match="in an unknown way"):
+        list(zero3_bench_nvme.masters(optimizer))
