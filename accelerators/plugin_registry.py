@@ -28,8 +28,8 @@ class Registry(Generic[T]):
     Args:
         kind: What is registered, for messages (``"accelerator"``).
         group: The entry-point group (``"transfer.accelerators"``).
-        refused: Raised by ``add`` and for a name that two parties claim.
-        unknown: Raised by ``get`` for a name that nobody registered.
+        refused: Raised by ``add``, and by ``get`` for a name that was registered twice.
+        unknown: Raised by ``get`` for a name that is not registered.
         synonyms: What people call things, in lower case, to the name that is meant; for hints alone.
     """
 

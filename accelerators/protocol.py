@@ -28,7 +28,7 @@ class Capabilities:
         events: A point in a stream can be marked and waited for.
         pins_host_memory: ``pin_empty`` returns memory the device reads directly.
         registers_host_memory: ``register_host_memory`` pins existing memory in place.
-        copies_asynchronously: A copy from pinned memory returns before the bytes have crossed.
+        copies_asynchronously: A copy from pinned memory returns before the bytes have arrived.
         pin_rounds_to_power_of_two: ``pin_empty`` really takes the next power of two of the bytes
             asked for, as torch's caching host allocator does (pytorch issue 150517).
         register_alignment_bytes: ``register_host_memory`` wants addresses that are multiples of this;
@@ -188,7 +188,7 @@ class MapsHostMemory(Protocol):
     def device_view(self, tensor: Tensor) -> Tensor:
         """The same contiguous, pinned host memory as a tensor that the device addresses.
 
-        A copy from it on a stream reads across the wire. The caller keeps ``tensor`` alive for as long,
+        A copy from it on a stream reads over the link. The caller keeps ``tensor`` alive for as long,
         and uses the view only if it lies at the address of ``tensor`` and on the destination's device.
 
         Raises:

@@ -42,7 +42,7 @@ def register_accelerator(name: str, factory: Factory) -> None:
     """Registers an accelerator under a name that ``get_accelerator`` and YAML files can use.
 
     Args:
-        name: A lower-case identifier that nobody uses yet.
+        name: A lower-case identifier that is not registered yet.
         factory: Called without arguments, once, when the accelerator is first needed; returns an
             object with the ``Accelerator`` protocol.
 
@@ -75,7 +75,7 @@ def available_accelerators() -> tuple[str, ...]:
 
 
 def explain_unknown(name: object) -> str:
-    """The sentence for a name that nobody registered, with the nearest one that somebody did."""
+    """The sentence for a name that is not registered, with the nearest one that is."""
     return _registry.explain_unknown(name)
 
 
@@ -87,7 +87,7 @@ def get_accelerator(name: str | None = None) -> Accelerator:
             DeepSpeed chose (``deepspeed.accelerator.get_accelerator()``), adapted.
 
     Raises:
-        UnknownAcceleratorError: Nobody registered ``name``; the nearest name is given.
+        UnknownAcceleratorError: ``name`` is not registered; the message gives the nearest one.
         AcceleratorRegistrationError: Two plug-ins claim ``name``, or one failed to load.
         InvalidAcceleratorError: The factory returned something without the protocol.
         AcceleratorUnavailableError: The factory itself raised, or DeepSpeed cannot choose one.

@@ -16,7 +16,7 @@ from .stats import Counters
 
 
 class InFlightCopy:
-    """What ``submit`` returns. This class itself stands for a copy that is finished already.
+    """What ``submit`` returns. This class itself is a finished copy.
 
     A strategy whose copies finish later returns a subclass. Dropping the object without waiting is
     safe for the strategy's own memory; the destination must not be read before a wait.
@@ -53,8 +53,8 @@ class InFlightCopy:
 class EventCopy(InFlightCopy):
     """A copy that is finished when its events are.
 
-    Keeps the destination, and the source where it is still read, alive until somebody has seen the
-    copy finished.
+    Keeps the destination, and the source where it is still read, alive until ``wait`` or ``done`` has seen
+    the copy finished.
 
     Args:
         events: The event after which the destination holds the values, or several of them.

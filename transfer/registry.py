@@ -56,7 +56,7 @@ def get_strategy(name: str) -> type[HostToDeviceTransfer]:
     """The class registered under ``name``.
 
     Raises:
-        UnknownStrategyError: Nobody registered it; the nearest name is given.
+        UnknownStrategyError: No strategy has this name; the message gives the nearest one.
         StrategyRegistrationError: Two plug-ins claim it, one failed to load, or it is no strategy.
     """
     strategy: type[HostToDeviceTransfer] = _registry.get(name)
@@ -65,7 +65,7 @@ def get_strategy(name: str) -> type[HostToDeviceTransfer]:
 
 
 def explain_unknown_strategy(name: object) -> str:
-    """The sentence for a name that nobody registered, with the nearest one that somebody did."""
+    """The sentence for a name that is not registered, with the nearest one that is."""
     return _registry.explain_unknown(name)
 
 

@@ -1,7 +1,7 @@
 """An accelerator without hardware: host memory posing as a device, with late copies.
 
 Any program can be tested against it on a machine without a GPU. What a real device does sometimes,
-it does always: a copy that was not waited for has not happened (see ``_late_queue``).
+it does always: a copy that was not waited for has not happened (see ``late_queue``).
 """
 
 from __future__ import annotations

@@ -178,7 +178,7 @@ class LateQueue:
     @staticmethod
     def _note_race(old: _Operation, new: _Operation) -> None:
         assert old.copy is not None  # noqa: S101 - for the type checker
-        assert new.copy is not None  # noqa: S101 - likewise
+        assert new.copy is not None  # noqa: S101 - for the type checker
         (old_written, old_read), (new_written, new_read) = old.copy, new.copy
         both_write = share_elements(new_written, old_written)
         if both_write or share_elements(new_written, old_read):

@@ -235,7 +235,7 @@ def test_framework_wrappers_are_looked_through(simulated):
 def test_somebody_elses_instance_patch_is_not_overwritten(simulated):
     optimizer = Stage3(simulated)
     optimizer._reassign_or_swap_out_partitioned_parameters = lambda sub_group_id: None
-    with pytest.raises(AttachError, match="replaced by somebody else"):
+    with pytest.raises(AttachError, match="replaced by other code"):
         zero3.attach(optimizer, Spy(simulated))
 
 

@@ -95,14 +95,14 @@ class Hooks:
         return self.make_accelerator(pytestconfig)
 
     @pytest.fixture(autouse=True)
-    def _no_stand_in(self, accelerator: Accelerator) -> None:
-        """A strategy that gives up where it could run would pass as ``pageable``: that is an error."""
+    def _no_fallback(self, accelerator: Accelerator) -> None:
+        """A strategy that falls back where it could copy would pass as ``pageable``: that is an error."""
         lacks = accelerator.capabilities.why_not("events", "pins_host_memory") is not None
         # pytest takes this back at the end of each test.
         warnings.filterwarnings("ignore" if lacks else "error", category=FallbackWarning)
 
     @pytest.fixture(autouse=True)
-    def _serves(self, request: pytest.FixtureRequest, accelerator: Accelerator, _no_stand_in: None) -> None:
+    def _serves(self, request: pytest.FixtureRequest, accelerator: Accelerator, _no_fallback: None) -> None:
         """Where the strategy cannot serve an accelerator, one test says so, and the others are skipped."""
         key = (type(self), accelerator.name)
         if key not in self._refusals:

@@ -60,7 +60,7 @@ def attach(engine: Any, transfer: HostToDeviceTransfer | ConfigLike | None = Non
             "`zero_optimization.stage` to 3, and attach after deepspeed.initialize"
         )
     if stage3.COPY_BACK in vars(optimizer):
-        raise AttachError(f"{stage3.COPY_BACK} of this engine's optimizer has been replaced by somebody else already")
+        raise AttachError(f"{stage3.COPY_BACK} of this engine's optimizer has been replaced by other code already")
     if isinstance(transfer, HostToDeviceTransfer):
         wanted, config = transfer, None
     else:
