@@ -196,34 +196,21 @@ class MapsHostMemory(Protocol):
         """
 
 
-#: What ``get_accelerator`` checks of an object before it lets it in.
-REQUIRED_MEMBERS = (
-    "name",
-    "capabilities",
-    "Event",
-    "Stream",
-    "unavailable_reason",
-    "current_stream",
-    "stream",
-    "synchronize",
-    "pin_empty",
-    "is_pinned",
-    "unpin_memory",
-    "register_host_memory",
-    "unregister_host_memory",
-    "on_host",
-    "on_device",
-    "device_empty",
-    "enqueue_copy",
-)
-
-
 def check_accelerator(candidate: Any, origin: str) -> None:
-    """Raises ``InvalidAcceleratorError``, naming what is missing, unless the protocol is there."""
+    """Checks that an object has every member of ``Accelerator``, without calling any.
+
+    Args:
+        candidate: The object.
+        origin: Where it comes from, as the beginning of a sentence.
+
+    Raises:
+        InvalidAcceleratorError: It lacks members, which are named; or it is a class.
+    """
     if inspect.isclass(candidate):
         raise InvalidAcceleratorError(f"{origin} the class {candidate.__name__}, not an instance of it")
     absent = object()
-    missing = [name for name in REQUIRED_MEMBERS if inspect.getattr_static(candidate, name, absent) is absent]
+    members = (*Accelerator.__annotations__, *(name for name in vars(Accelerator) if not name.startswith("_")))
+    missing = [name for name in members if inspect.getattr_static(candidate, name, absent) is absent]
     if missing:
         raise InvalidAcceleratorError(
             f"{origin} {candidate!r}, which is not an accelerator: it has no {', '.join(missing)}"

@@ -121,7 +121,7 @@ class SwapSpaceError(SwapError):
 
 
 class SwapCorruptedError(SwapError, ValueError):
-    """The file is too short, was replaced, or its bytes have changed. Chunks before the wrong one may have been copied."""
+    """The file is too short, was replaced, or its bytes have changed. Chunks before the wrong one may be copied."""
 
 
 def swap_error(error: OSError | ValueError, what: str, path: object) -> SwapError:

@@ -124,9 +124,7 @@ def finish_stream(accelerator: Accelerator, stream: Any, device_index: int | Non
         accelerator.synchronize(device_index)
 
 
-def finished_copy(
-    accelerator: Accelerator, destination: Tensor, source: Tensor, counters: Counters | None = None
-) -> InFlightCopy:
+def finished_copy(accelerator: Accelerator, destination: Tensor, source: Tensor, counters: Counters) -> InFlightCopy:
     """``destination.copy_(source)`` on the current stream of the destination's device; blocks until it has ended."""
     started = time.perf_counter()
     index = destination.device.index
@@ -134,8 +132,7 @@ def finished_copy(
     with accelerator.stream(stream):
         accelerator.enqueue_copy(destination, source)
     finish_stream(accelerator, stream, index)
-    if counters is not None:
-        counters.add(pieces=1, wait_seconds=time.perf_counter() - started)
+    counters.add(pieces=1, wait_seconds=time.perf_counter() - started)
     return FINISHED
 
 

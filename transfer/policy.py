@@ -14,8 +14,7 @@ from .accelerator_choice import AcceleratorChoice
 from .config_file import ConfigLike, resolve_config
 from .errors import MachineProfileWarning, warn_caller
 from .interface import HostToDeviceTransfer
-from .measured import MachineProfile, fastest
-from .measured.estimate import CANDIDATES
+from .measured import CANDIDATES, MachineProfile, fastest
 from .nvme import SwappedTensor
 from .registry import MEASURED, get_strategy
 from .strategies.pinned_direct import NOT_PAGE_LOCKED
@@ -73,17 +72,17 @@ class TransferPolicy:
 
     def __init__(self, config: ConfigLike | None = None, accelerator: Accelerator | str | None = None) -> None:
         self.config = resolve_config(config)
-        self._choice = AcceleratorChoice(accelerator if accelerator is not None else self.config.accelerator)
+        #: Which accelerator the strategies copy to.
+        self.accelerator_choice = AcceleratorChoice(accelerator if accelerator is not None else self.config.accelerator)
         asked = self.config.strategy
-        #: The strategy that was asked for by name.
-        self._asked = asked if asked != MEASURED else None
+        self._asked = asked if asked != MEASURED else None  # the strategy that was asked for by name
         self._profile = MachineProfile.load() if asked == MEASURED else None
         self._profile_checked = asked != MEASURED
         self._strategies: dict[str, HostToDeviceTransfer] = {}
         self._lock = threading.RLock()
 
     def __repr__(self) -> str:
-        return f"TransferPolicy({self.config!r}, accelerator={self._choice.name!r})"
+        return f"TransferPolicy({self.config!r}, accelerator={self.accelerator_choice.name!r})"
 
     @property
     def strategies(self) -> tuple[HostToDeviceTransfer, ...]:
@@ -97,10 +96,9 @@ class TransferPolicy:
             with self._lock:
                 found = self._strategies.get(name)
                 if found is None:
-                    made = get_strategy(name)(
-                        self.config.section(name), self._choice.given, fallback=self.config.fallback
-                    )
-                    found = self._strategies[name] = made
+                    make, section = get_strategy(name), self.config.section(name)
+                    found = make(section, self.accelerator_choice.given, fallback=self.config.fallback)
+                    self._strategies[name] = found
         return found
 
     def select(self, destination: Tensor, source: Tensor | SwappedTensor, *, waits: bool = False) -> Decision:
@@ -114,7 +112,7 @@ class TransferPolicy:
         Raises:
             AcceleratorFailedError: The accelerator is unknown or not available here.
         """
-        return self.choose(self._choice.resolve(), destination, source, waits=waits)
+        return self.choose(self.accelerator_choice.resolve(), destination, source, waits=waits)
 
     def choose(
         self,
@@ -151,7 +149,7 @@ class TransferPolicy:
         Raises:
             AcceleratorFailedError: The accelerator is unknown or not available here.
         """
-        accelerator = self._choice.resolve()
+        accelerator = self.accelerator_choice.resolve()
         if isinstance(source, SwappedTensor) or not accelerator.on_host(source):
             return ()
         chosen = {rule.use for rule in self.config.rules}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from accelerators import Accelerator
 
-from .config_file import ConfigLike, resolve_config
+from .config_file import ConfigLike
 from .errors import FallbackWarning, StrategyUnavailableError, warn_caller
 from .in_flight import InFlightCopy
 from .interface import HostToDeviceTransfer
@@ -35,16 +35,16 @@ class RoutedTransfer(HostToDeviceTransfer):
     Each different decision is logged once, at level INFO, under the logger ``transfer``.
 
     Args:
-        policy: Selects strategies, and holds them.
-        accelerator: As for ``build_transfer``.
+        policy: Selects strategies, holds them, and knows the accelerator.
     """
 
     reads_swapped = True
 
-    def __init__(self, policy: TransferPolicy, accelerator: Accelerator | str | None = None) -> None:
-        super().__init__(None, accelerator, fallback=policy.config.fallback)
+    def __init__(self, policy: TransferPolicy) -> None:
+        super().__init__(fallback=policy.config.fallback)
         self.policy = policy
         self.config = policy.config
+        self._choice = policy.accelerator_choice
         self._simpler: dict[HostToDeviceTransfer, HostToDeviceTransfer] = {}
         self._logged: set[Decision] = set()
         self._warned: set[str] = set()
@@ -174,6 +174,4 @@ def build_transfer(
     Raises:
         ConfigError: The configuration has mistakes, which are listed with their place.
     """
-    resolved = resolve_config(config)
-    accelerator = accelerator if accelerator is not None else resolved.accelerator
-    return RoutedTransfer(TransferPolicy(resolved, accelerator), accelerator)
+    return RoutedTransfer(TransferPolicy(config, accelerator))

@@ -41,7 +41,7 @@ def _clean():
     destroy = Stage3.destroy
     yield
     zero3.uninstall()
-    for optimizer in attached.optimizers():
+    for optimizer in list(attached._attachments):
         zero3.detach(optimizer)
     for cls, original in originals.items():
         assert vars(cls)[COPY_BACK] is original, "a method is still replaced"

@@ -45,10 +45,6 @@ class Attached:
         """Whether nothing is attached, and nothing will be."""
         return self.installed is None and not self._attachments
 
-    def optimizers(self) -> list[Any]:
-        """Every optimizer that is attached."""
-        return list(self._attachments)
-
     def find(self, optimizer: Any) -> Attachment | None:
         """As ``get``, and attaches an optimizer that is older than ``install``.
 

@@ -36,7 +36,7 @@ def config_for_engine(argument: ConfigLike | None, deepspeed_config: Mapping[str
     """
     _refuse_partial_nvme(deepspeed_config)
     if SECTION not in deepspeed_config:
-        _refuse_near_misses(deepspeed_config)
+        _refuse_misspelt_section(deepspeed_config)
     if argument is not None:
         return resolve_config(argument)
     section = deepspeed_config.get(SECTION)
@@ -63,7 +63,7 @@ def _refuse_partial_nvme(deepspeed_config: Mapping[str, Any]) -> None:
         raise ConfigError([ConfigProblem("zero_optimization.offload_optimizer.ratio", message)])
 
 
-def _refuse_near_misses(deepspeed_config: Mapping[str, Any]) -> None:
+def _refuse_misspelt_section(deepspeed_config: Mapping[str, Any]) -> None:
     for key in deepspeed_config:
         if isinstance(key, str) and (key in _SHORT_FORMS or nearest(key, [SECTION], cutoff=0.8)):
             raise ConfigError([ConfigProblem(key, f"unknown key of the DeepSpeed config; did you mean {SECTION!r}?")])

@@ -222,12 +222,13 @@ def engine_class() -> type:
 
 def find_optimizer(engine: Any) -> Any:
     """The ZeRO-3 optimizer in an engine, a wrapper of one, or itself; None where there is none."""
-    candidate = engine
+    return next(filter(is_zero3, _unwrapped(engine)), None)
+
+
+def _unwrapped(engine: Any) -> Iterator[Any]:
     for _ in range(4):  # framework wrapper -> engine -> optimizer wrapper -> optimizer
-        if is_zero3(candidate):
-            return candidate
-        candidate = getattr(candidate, "optimizer", None)
-    return None
+        yield engine
+        engine = getattr(engine, "optimizer", None)
 
 
 def is_zero3(optimizer: Any) -> bool:
@@ -238,12 +239,10 @@ def is_zero3(optimizer: Any) -> bool:
 
 def find_engine(engine: Any) -> weakref.ref[Any] | None:
     """The DeepSpeed engine in a framework's wrapper, or itself: what has a monitor."""
-    candidate = engine
-    for _ in range(3):
+    for candidate in _unwrapped(engine):
         if hasattr(candidate, "monitor") and hasattr(candidate, "global_samples"):
             with contextlib.suppress(TypeError):  # it takes no weak references
                 return weakref.ref(candidate)
-        candidate = getattr(candidate, "optimizer", None)
     return None
 
 
