@@ -1,4 +1,4 @@
-"""Which accelerator is meant: by name, by ``set_accelerator``, or DeepSpeed's own choice."""
+"""Accelerators by name, the one that ``set_accelerator`` sets, and DeepSpeed's own choice."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .protocol import Accelerator, check_accelerator
 
 Factory = Callable[[], Accelerator]
 
-#: What people call accelerators, and DeepSpeed's name for each.
+#: Other names of accelerators, each with DeepSpeed's name.
 _SYNONYMS = {
     "gpu": "cuda",
     "nvidia": "cuda",
@@ -59,7 +59,7 @@ def register_accelerator(name: str, factory: Factory) -> None:
 
 
 def unregister_accelerator(name: str) -> None:
-    """Undoes ``register_accelerator``; an unknown name is fine. What was handed out keeps working."""
+    """Undoes ``register_accelerator``; does nothing for an unknown name. Accelerators in use keep working."""
     with _lock:
         _registry.remove(name)
         _made.pop(name, None)
@@ -68,8 +68,8 @@ def unregister_accelerator(name: str) -> None:
 def available_accelerators() -> tuple[str, ...]:
     """The names that ``get_accelerator`` accepts, sorted.
 
-    Calls no factory and touches no device. Whether the hardware is there is what
-    ``get_accelerator(name).unavailable_reason()`` says.
+    Calls no factory and touches no device. ``get_accelerator(name).unavailable_reason()`` says whether the
+    hardware is there.
     """
     return _registry.names()
 

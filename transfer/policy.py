@@ -19,7 +19,7 @@ from .nvme import SwappedTensor
 from .registry import MEASURED, get_strategy
 from .strategies.pinned_direct import NOT_PAGE_LOCKED
 
-#: What reads files; it is not asked for tensors.
+#: The strategy that reads files; a rule or ``strategy`` that names it is passed over for tensors.
 NVME_SWAPPED = "nvme_swapped"
 #: Below this many bytes at the destination, the fixed cost of staging outweighs what it gains.
 SMALL_BYTES = 2**20
@@ -35,8 +35,8 @@ class Decision:
     Attributes:
         strategy: A registered name.
         reason: One sentence a user can act on.
-        instead_of: The strategy that a rule or ``strategy`` names and that cannot make this copy, or None.
-        is_expected: Whether that is only because the source is not prepared, which is worth no warning.
+        instead_of: The strategy that a rule or ``strategy`` names, where it cannot make this copy; else None.
+        is_expected: Whether the only reason is that the source is not prepared, which is worth no warning.
     """
 
     strategy: str
@@ -86,11 +86,11 @@ class TransferPolicy:
 
     @property
     def strategies(self) -> tuple[HostToDeviceTransfer, ...]:
-        """Those that were asked for up to now."""
+        """Those that were made up to now."""
         return tuple(self._strategies.values())
 
     def strategy(self, name: str) -> HostToDeviceTransfer:
-        """The strategy of a name, with its section of the configuration; made when it is first asked for."""
+        """The strategy of this name, made with its section of the configuration when it is first needed."""
         found = self._strategies.get(name)
         if found is None:
             with self._lock:
@@ -123,7 +123,7 @@ class TransferPolicy:
         waits: bool,
         without: Collection[str] = (),
     ) -> Decision:
-        """As ``select``, on an accelerator that is known, and without strategies that the system has just refused."""
+        """As ``select``, for a resolved accelerator, and without strategies that were just refused what they need."""
         if isinstance(source, Tensor):
             if not accelerator.on_device(destination):
                 return Decision("pageable", f"The destination is not in the memory of {accelerator.name}.")
@@ -144,7 +144,7 @@ class TransferPolicy:
         return Decision(instead.strategy, reason, named.strategy, obstacle.startswith(NOT_PAGE_LOCKED))
 
     def preparing(self, source: Tensor | SwappedTensor) -> tuple[str, ...]:
-        """The strategies that may copy a source once it is prepared, and so are to prepare it.
+        """The strategies that are to prepare a source, as they may copy it once it is prepared.
 
         Raises:
             AcceleratorFailedError: The accelerator is unknown or not available here.
@@ -163,7 +163,7 @@ class TransferPolicy:
         return tuple(sorted(chosen))
 
     def _named(self, accelerator: Accelerator, destination: Tensor, source: Tensor | SwappedTensor) -> Decision | None:
-        """What the first rule that holds says, or ``strategy``; None where neither is for such a source."""
+        """The strategy of the first rule that holds, else of ``strategy``; None where neither takes such a source."""
         from_file = isinstance(source, SwappedTensor)
 
         def is_for(name: str) -> bool:
@@ -188,7 +188,7 @@ class TransferPolicy:
         waits: bool,
         without: Collection[str],
     ) -> Decision:
-        """What nothing in the configuration names."""
+        """The rows below the configuration's own: 2 to 5 of the class."""
         if isinstance(source, SwappedTensor):
             return Decision(NVME_SWAPPED, "The values are in a file, and are copied on while it is read.")
         profile = self._profile_of(accelerator) if destination.nbytes >= SMALL_PAGE_LOCKED_BYTES else None
@@ -206,7 +206,7 @@ class TransferPolicy:
         return Decision(name, reason)
 
     def _why_not(self, name: str, accelerator: Accelerator, destination: Tensor, source: Tensor) -> str | None:
-        """Why a row is passed over: it does not pay, or its strategy cannot make the copy."""
+        """Why a row is passed over: it does not pay off, or its strategy cannot make the copy."""
         if name == "pageable":
             return None
         size = destination.nbytes
@@ -221,7 +221,7 @@ class TransferPolicy:
     def _measured(
         self, profile: MachineProfile, destination: Tensor, source: Tensor, waits: bool, without: Collection[str]
     ) -> Decision | None:
-        """The fastest of the strategies that can make the copy; None where the profile knows nothing of such copies."""
+        """The fastest of the strategies that can make the copy; None where the profile has no times of such copies."""
         able = [
             name for name in CANDIDATES if name not in without and not self.strategy(name).why_not(destination, source)
         ]
@@ -236,7 +236,7 @@ class TransferPolicy:
         return None if choice is None else Decision(*choice)
 
     def _profile_of(self, accelerator: Accelerator) -> MachineProfile | None:
-        """The profile if it is this machine's; says once if it is not."""
+        """The profile, if it is of this machine; warns once if it is not."""
         if not self._profile_checked:
             self._profile_checked = True
             reason = "There is no profile of this machine yet; `h2d tune` measures it in a minute."

@@ -12,9 +12,9 @@ from .errors import StrategyRegistrationError, UnknownStrategyError
 if TYPE_CHECKING:
     from .interface import HostToDeviceTransfer
 
-#: In place of a strategy's name: what a profile of the machine says is fastest.
+#: Used in place of a strategy's name: for each copy, the strategy that a profile of the machine says is fastest.
 MEASURED = "measured"
-#: Keys of ``TransferConfig``, beside which the section of each strategy stands; and what stands for a strategy.
+#: Names that no strategy may have: ``measured``, and the keys of ``TransferConfig`` beside the strategies' sections.
 RESERVED = frozenset({"accelerator", "strategy", "completion", "fallback", "rules", MEASURED})
 
 _registry: Registry[Any] = Registry("strategy", "transfer.strategies", StrategyRegistrationError, UnknownStrategyError)
@@ -43,7 +43,7 @@ def register_strategy(name: str, strategy: type[HostToDeviceTransfer]) -> None:
 
 
 def unregister_strategy(name: str) -> None:
-    """Undoes ``register_strategy``; an unknown name is fine."""
+    """Undoes ``register_strategy``; does nothing for an unknown name."""
     _registry.remove(name)
 
 

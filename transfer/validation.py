@@ -1,4 +1,4 @@
-"""What cannot be copied right is refused here, before anything is written."""
+"""Checks before a copy: a pair of tensors without one right result is refused."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def validate(destination: Tensor, source: Tensor | SwappedTensor) -> bool:
     except TransferError:
         raise
     except (RuntimeError, ValueError, AssertionError) as error:
-        # Tensors that answer no questions about their memory: uninitialised, fake, inside vmap, ...
+        # Tensors that raise when asked about their memory: uninitialised, fake, inside vmap, ...
         raise _refusal(f"a side has no memory of its own to copy: {error}", destination, source) from error
 
 
