@@ -218,7 +218,7 @@ class OwnedLocks:
     pinned_bytes = page_locked_bytes
 
     def open(self) -> None:
-        """Nothing is held before the first ``page_lock``."""
+        """Does nothing: the first ``page_lock`` takes the first lock."""
 
     def close(self) -> None:
         """Leaves all of them, and gives back what failed registrations have left."""
@@ -239,14 +239,14 @@ class OwnedLocks:
 
 
 class LeavingLock:
-    """A page-lock that its owner is to leave, as a holding: closing it does so."""
+    """A holding whose ``close`` makes the owner leave a page-lock."""
 
     def __init__(self, lock: PageLock, owned: OwnedLocks) -> None:
         self._lock = lock
         self._owned = owned
 
     def open(self) -> None:
-        """The lock is held already."""
+        """Does nothing: the lock is held already."""
 
     def close(self) -> None:
         """Waits for the owner's copies, and leaves."""

@@ -46,7 +46,7 @@ class StagingRing:
         accelerator: Pins the memory, and has events.
         dtype: What the buffers hold.
         chunk_elements: Elements in each buffer.
-        buffers: How many.
+        buffers: Number of buffers.
         device_index: The device that copies out of the ring go to.
         counters: Where chunks, waits and casts are counted.
     """
