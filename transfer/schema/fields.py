@@ -1,4 +1,4 @@
-"""Field types of configurations, for strategies of your own too: counts, sizes in bytes, dtypes, names."""
+"""Field types of configurations, also for your own strategies: counts, sizes in bytes, dtypes, names."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def one_of(*choices: str) -> BeforeValidator:
 
 
 def left_out(value: Any) -> str:
-    """The end of a sentence about a value that stands for a default."""
+    """A hint for values that are meant as the default; empty for others."""
     return " Leave the key out for the default." if value in ("auto", "default") else ""
 
 

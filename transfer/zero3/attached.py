@@ -25,7 +25,7 @@ class Installed:
 
 
 class Attached:
-    """The attachments of this process, by optimizer, which they do not keep alive.
+    """The attachments of this process, by optimizer. They keep no optimizer alive.
 
     Attributes:
         lock: Held for every change.
@@ -37,7 +37,7 @@ class Attached:
         self.lock = threading.RLock()
         self.installed: Installed | None = None
         self._attachments: weakref.WeakKeyDictionary[Any, Attachment] = weakref.WeakKeyDictionary()
-        self._detached: weakref.WeakSet[Any] = weakref.WeakSet()  # on purpose, although install is in force
+        self._detached: weakref.WeakSet[Any] = weakref.WeakSet()  # by `detach`, while `install` is in force
         self.get = self._attachments.get
 
     @property
@@ -60,7 +60,7 @@ class Attached:
         return attachment
 
     def add(self, optimizer: Any, attachment: Attachment) -> None:
-        """Prepares what the optimizer's copy-backs leave from, and puts the attachment in the place of another one.
+        """Prepares the memory that the optimizer's copy-backs read, and replaces an earlier attachment.
 
         Raises:
             AcceleratorFailedError: The transfer's accelerator is unknown or not available here.

@@ -3,11 +3,11 @@
 ``attach(engine)`` serves one engine, ``install()`` every engine that the process makes, also through
 Accelerate, the HF Trainer or Lightning. Both are idempotent and undone by ``detach`` and ``uninstall``.
 
-What is replaced is one copy: after the CPU optimizer has updated a sub-group, its fp32 master partition on the host
+One copy is replaced: after the CPU optimizer has updated a sub-group, its fp32 master partition on the host
 goes to its low-precision partition on the device. DeepSpeed's method for it has had the same name and body from 0.16 to
-0.19; SuperOffload overrides it, so it is replaced in each class that defines it. Where the copy is not one from host to
-device, DeepSpeed's own code runs. ``step`` says what else of a step is replaced, so that waits may be left to its end;
-``checkpoint``, what is done after a checkpoint was loaded; ``stage3``, what DeepSpeed calls all of this.
+0.19. SuperOffload overrides it, so it is replaced in each class that defines it. Where the copy is not one from host to
+device, DeepSpeed's own code runs. ``step`` has the other patches of a step, which move the waits to its end;
+``checkpoint``, the one for loading a checkpoint; ``stage3``, DeepSpeed's private names.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from .stage3 import Stage3
 
 
 def attach(engine: Any, transfer: HostToDeviceTransfer | ConfigLike | None = None) -> HostToDeviceTransfer:
-    """Lets every copy-back of one ZeRO-3 engine go through ``transfer``.
+    """Makes every copy-back of one ZeRO-3 engine through ``transfer``.
 
-    Attaching again with the same transfer changes nothing; with another one replaces it. When the
-    engine is destroyed, the transfer is closed, so that nothing stays pinned; it can be used again.
-    Starts the accelerator, to see which copies go from host to device.
+    Attaching again with the same transfer changes nothing; another transfer replaces it. Destroying the engine
+    closes the transfer, so that nothing stays pinned; it can be used again. Blocks while masters are prepared
+    (page-locked). Starts the accelerator, to see which copies go from host to device.
 
     Args:
         engine: A DeepSpeed engine, its ZeRO-3 optimizer, or a framework's wrapper of either.
@@ -49,7 +49,7 @@ def attach(engine: Any, transfer: HostToDeviceTransfer | ConfigLike | None = Non
         AttachError: The engine does not run ZeRO-3, or other code has replaced the copy-back of its instance.
         ConfigError: The configuration has mistakes.
         AcceleratorFailedError: The accelerator is unknown or not available here.
-        Exception: What the strategy's ``prepare`` raises. The engine is unchanged in every case.
+        Exception: What the transfer's ``prepare`` raises. The engine is unchanged in every case.
     """
     optimizer = stage3.find_optimizer(engine)
     if optimizer is None:
@@ -128,7 +128,7 @@ def uninstall() -> None:
     """
     by_install = attached.uninstall()
     _unpatch_if_idle()
-    with contextlib.ExitStack() as closing:  # every one of them, and the first error after
+    with contextlib.ExitStack() as closing:  # all of them, then the first error
         for optimizer, attachment in by_install:
             closing.callback(attachment.give_up, Stage3(optimizer))
 

@@ -1,9 +1,9 @@
 """The patches of a step, in the order in which they run.
 
-``step`` plans, and waits at the end of the step, however it is reached; ``update`` makes the update in tiles where no
-later update hides the copy; ``copy_back`` submits; ``release`` waits for a master whose buffer DeepSpeed is about to
-reuse; ``post_step``, in which parameters are gathered, waits for everything. Between steps every copy
-is finished.
+``step`` makes the plan, and waits at the end of the step, also after an error. ``update`` makes the update in tiles
+where no later update hides the copy. ``copy_back`` submits. ``release`` waits for a master whose buffer DeepSpeed is
+about to reuse. ``post_step``, in which parameters are gathered, waits for everything. Between steps every copy is
+finished.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def copy_back(original: Callable[..., Any]) -> Callable[..., Any]:
         if plan is None:  # outside of a step, as when a checkpoint is loaded
             attachment.transfer.copy(*pair)
         elif not plan.defers():
-            attachment.finish()  # tiles of this master; and where other code has come in, all that it might see
-            # The next forward's all-gathers run on a stream that does not wait for this one: hence the wait in copy.
+            attachment.finish()  # tiles of this master, and everything that other code might see
+            # `copy` waits: the next forward's all-gathers run on a stream that does not wait for this one.
             attachment.transfer.copy(*pair)
         elif plan.tiled != sub_group_id:
             attachment.submit(sub_group_id, *pair)
