@@ -54,7 +54,7 @@ class CudaAccelerator(DeepSpeedAdapter):
 
 
 class _DeviceMemory:
-    """Bytes at an address, in the form in which libraries hand device memory to each other."""
+    """Bytes at an address, as libraries hand device memory to each other."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {
