@@ -101,18 +101,17 @@ class TransferPolicy:
                     self._strategies[name] = found
         return found
 
-    def select(self, destination: Tensor, source: Tensor | SwappedTensor, *, waits: bool = False) -> Decision:
-        """The strategy for one copy. Takes about ten microseconds and does not block.
+    def select(self, destination: Tensor, source: Tensor | SwappedTensor) -> Decision:
+        """The strategy that ``submit`` takes for a copy. Takes about ten microseconds and does not block.
 
         Args:
             destination: Any tensor.
             source: A tensor of the same shape, or values in a file.
-            waits: Whether the caller waits at once, as ``copy`` does.
 
         Raises:
             AcceleratorFailedError: The accelerator is unknown or not available here.
         """
-        return self.choose(self.accelerator_choice.resolve(), destination, source, waits=waits)
+        return self.choose(self.accelerator_choice.resolve(), destination, source, waits=False)
 
     def choose(
         self,
@@ -123,7 +122,15 @@ class TransferPolicy:
         waits: bool,
         without: Collection[str] = (),
     ) -> Decision:
-        """As ``select``, for a resolved accelerator, and without strategies that were just refused what they need."""
+        """As ``select``, for a resolved accelerator.
+
+        Args:
+            accelerator: The one that copies go to.
+            destination: As for ``select``.
+            source: As for ``select``.
+            waits: Whether the caller waits at once, as ``copy`` does.
+            without: Strategies that were just refused what they need.
+        """
         if isinstance(source, Tensor):
             if not accelerator.on_device(destination):
                 return Decision("pageable", f"The destination is not in the memory of {accelerator.name}.")

@@ -232,14 +232,14 @@ def test_framework_wrappers_are_looked_through(simulated):
     assert copy_backs(spy) == [0.0]
 
 
-def test_somebody_elses_instance_patch_is_not_overwritten(simulated):
+def test_an_instance_patch_of_other_code_is_not_overwritten(simulated):
     optimizer = Stage3(simulated)
     optimizer._reassign_or_swap_out_partitioned_parameters = lambda sub_group_id: None
     with pytest.raises(AttachError, match="replaced by other code"):
         zero3.attach(optimizer, Spy(simulated))
 
 
-def test_somebody_elses_wrapper_on_top_stays_and_ours_passes_on(simulated, monkeypatch):
+def test_a_wrapper_of_other_code_stays_and_ours_passes_on(simulated, monkeypatch):
     optimizer, spy = Stage3(simulated), Spy(simulated)
     zero3.attach(optimizer, spy)
     ours = Stage3._reassign_or_swap_out_partitioned_parameters
@@ -256,7 +256,7 @@ def test_somebody_elses_wrapper_on_top_stays_and_ours_passes_on(simulated, monke
     zero3.detach(optimizer)
 
 
-def test_a_patch_of_somebody_else_that_is_undone_does_not_lose_ours(simulated, monkeypatch):
+def test_a_patch_of_other_code_that_is_undone_does_not_lose_ours(simulated, monkeypatch):
     optimizer, spy = Stage3(simulated), Spy(simulated)
     with monkeypatch.context() as patched:
         patched.setattr(Stage3, COPY_BACK, lambda self, sub_group_id: None)

@@ -180,7 +180,7 @@ def test_a_caller_s_own_strategy_that_reads_no_files_leaves_it_to_deepspeed(simu
     assert "DeepSpeed's own code" in caplog.text
 
 
-def test_unless_nothing_may_stand_in(simulated, tmp_path):
+def test_without_fallback_a_refusal_is_raised(simulated, tmp_path):
     optimizer = make(simulated, tmp_path, {**STAGED, "fallback": False})
     takes_no_files(attached.get(optimizer).transfer, StrategyUnavailableError("no ring"))
     with pytest.raises(StrategyUnavailableError):

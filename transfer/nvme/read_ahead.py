@@ -25,7 +25,6 @@ class Chunk:
 
     Attributes:
         first: Index of the first value.
-        numel: How many.
         offset: Where reading begins in the file.
         length: Bytes to read.
         skip: How many of these bytes precede the first value.
@@ -34,7 +33,6 @@ class Chunk:
     """
 
     first: int
-    numel: int
     offset: int
     length: int
     skip: int
@@ -75,8 +73,7 @@ def plan_reads(
         end = min(begin + payload, swapped.nbytes)
         offset = round_down(start + begin, ALIGNMENT_BYTES) if direct else start + begin
         length = (round_up(start + end, ALIGNMENT_BYTES) if direct else start + end) - offset
-        values = (start + begin - offset, begin, end - begin)
-        chunks.append(Chunk(begin // size, (end - begin) // size, offset, length, *values))
+        chunks.append(Chunk(begin // size, offset, length, start + begin - offset, begin, end - begin))
     return chunks, direct
 
 
