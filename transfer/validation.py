@@ -37,44 +37,44 @@ def validate(destination: Tensor, source: Tensor | SwappedTensor) -> bool:
     ):
         if not isinstance(tensor, allowed):
             problem = f"the {role} must be a torch.Tensor{also}, not {type(tensor).__name__}"
-            raise _refusal(problem, destination, source, NotATensorError)
+            raise _invalid(problem, destination, source, NotATensorError)
     try:
         return _validate(destination, source)
     except TransferError:
         raise
     except (RuntimeError, ValueError, AssertionError) as error:
         # Tensors that raise when asked about their memory: uninitialised, fake, inside vmap, ...
-        raise _refusal(f"a side has no memory of its own to copy: {error}", destination, source) from error
+        raise _invalid(f"a side has no memory of its own to copy: {error}", destination, source) from error
 
 
 def _validate(destination: Tensor, source: Tensor | SwappedTensor) -> bool:
     for role, tensor in (("destination", destination), ("source", source)):
         problem = storage_problem(tensor) if isinstance(tensor, Tensor) else None
         if problem:
-            raise _refusal(f"the {role} {problem}", destination, source)
+            raise _invalid(f"the {role} {problem}", destination, source)
     if destination.shape != source.shape:
-        raise _refusal("the shapes differ, and nothing is broadcast", destination, source)
+        raise _invalid("the shapes differ, and nothing is broadcast", destination, source)
     if not _torch_copies(destination.dtype, source.dtype):
         casts = "both must be real floating-point dtypes that torch casts, or the same"
         problem = f"no faithful copy from {source.dtype} to {destination.dtype}: {casts}"
-        raise _refusal(problem, destination, source, UnsupportedDtypeError)
+        raise _invalid(problem, destination, source, UnsupportedDtypeError)
     if destination.is_inference() and not torch.is_inference_mode_enabled():
         problem = "the destination was made under torch.inference_mode() and cannot be updated outside it"
-        raise _refusal(problem, destination, source, InferenceTensorError)
+        raise _invalid(problem, destination, source, InferenceTensorError)
     if destination.numel() == 0:
         return False
     if overlaps_itself(destination):
-        raise _refusal("elements of the destination share memory", destination, source)
+        raise _invalid("elements of the destination share memory", destination, source)
     if not isinstance(source, Tensor):  # in a file, where nothing overlaps
         return True
     if _is_same_view(destination, source):
         return False
     if destination.device == source.device and share_elements(destination, source):
-        raise _refusal("destination and source overlap in part", destination, source)
+        raise _invalid("destination and source overlap in part", destination, source)
     return True
 
 
-def _refusal(
+def _invalid(
     problem: str, destination: object, source: object, kind: type[TransferError] = InvalidTensorError
 ) -> TransferError:
     """The error that names both sides."""

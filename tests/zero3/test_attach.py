@@ -10,7 +10,7 @@ import torch
 from accelerators.simulated import SimulatedAccelerator
 from tests.zero3.stand_ins import COPY_BACK, Spy, Stage3, SuperOffload, copy_backs, engine_of
 from transfer import AttachError, TransferError, build_transfer, zero3
-from transfer.zero3.attached import attached
+from transfer.zero3.attachments import attachments
 
 
 def test_copy_backs_of_an_attached_engine_go_through_the_interface(simulated):
@@ -131,7 +131,7 @@ def test_destroying_the_engine_releases_the_buffers_first(simulated):
     optimizer.destroy()
     assert simulated.pinned_bytes == 0
     assert optimizer.calls[-1] == "destroy"
-    assert attached.get(optimizer) is None
+    assert attachments.get(optimizer) is None
     other, shared = Stage3(simulated), Stage3(simulated)
     zero3.attach(other, transfer)
     zero3.attach(shared, transfer)

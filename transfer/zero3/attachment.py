@@ -103,8 +103,8 @@ class Attachment:
             self.transfer.drain()
             self._interrupted = False
         with contextlib.ExitStack() as waiting:  # all of them, then the first error
-            for _, copy in reversed(self._in_flight):
-                waiting.callback(copy.wait)
+            for entry in reversed(self._in_flight):
+                waiting.callback(entry[1].wait)
         self._in_flight.clear()
 
     @contextlib.contextmanager

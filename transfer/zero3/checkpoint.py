@@ -19,8 +19,8 @@ from typing import Any
 from ..errors import NotATensorError, StrategyUnavailableError
 from ..nvme import SwappedTensor
 from . import stage3
-from .attached import attached
 from .attachment import Attachment
+from .attachments import attachments
 from .patching import Patch
 from .stage3 import Stage3
 
@@ -29,7 +29,7 @@ logger = logging.getLogger("transfer")
 
 def reset(original: Callable[..., Any]) -> Callable[..., Any]:
     def patched(optimizer: Any) -> Any:
-        attachment, view = attached.find(optimizer), Stage3(optimizer)
+        attachment, view = attachments.find(optimizer), Stage3(optimizer)
         masters = None if attachment is None else _masters(view, attachment)
         if attachment is None or not masters:
             return original(optimizer)

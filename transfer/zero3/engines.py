@@ -22,8 +22,8 @@ from ..errors import AttachError
 from ..interface import HostToDeviceTransfer
 from ..routing import build_transfer
 from . import checkpoint, patching, stage3, step
-from .attached import Installed, attached
 from .attachment import Attachment
+from .attachments import Installed, attachments
 from .config import config_for_engine
 from .patching import Patch
 from .stage3 import Stage3
@@ -65,8 +65,8 @@ def attach(engine: Any, transfer: HostToDeviceTransfer | ConfigLike | None = Non
         wanted, config = transfer, None
     else:
         wanted, config = None, config_for_engine(transfer, stage3.deepspeed_config(engine))
-    with attached.lock:
-        current = attached.get(optimizer)
+    with attachments.lock:
+        current = attachments.get(optimizer)
         if current is not None and (current.transfer is wanted if wanted is not None else current.config == config):
             current.by_install = False
             _patch(type(optimizer))
@@ -87,7 +87,7 @@ def detach(engine: Any) -> None:
     optimizer = stage3.find_optimizer(engine)
     if optimizer is None:
         return
-    attachment = attached.remove(optimizer)
+    attachment = attachments.remove(optimizer)
     _unpatch_if_idle()
     if attachment is not None:
         attachment.give_up(Stage3(optimizer))
@@ -111,8 +111,8 @@ def install(config: ConfigLike | None = None) -> None:
     """
     checked = resolve_config(config)
     engine_class = stage3.engine_class()
-    with attached.lock:
-        attached.installed = Installed(None if config is None else checked)
+    with attachments.lock:
+        attachments.installed = Installed(None if config is None else checked)
         patching.patch(engine_class, stage3.CONFIGURE, _configure)
         for optimizer_class in stage3.optimizer_classes():
             _patch(optimizer_class)
@@ -126,7 +126,7 @@ def uninstall() -> None:
     Raises:
         Exception: What closing a transfer raises; everything is uninstalled all the same.
     """
-    by_install = attached.uninstall()
+    by_install = attachments.uninstall()
     _unpatch_if_idle()
     with contextlib.ExitStack() as closing:  # all of them, then the first error
         for optimizer, attachment in by_install:
@@ -137,7 +137,7 @@ def _configure(original: Callable[..., Any]) -> Callable[..., Any]:
     """Attaches an engine's optimizer when it has been made."""
 
     def patched(engine: Any, *args: Any, **kwargs: Any) -> Any:
-        installed = attached.installed
+        installed = attachments.installed
         if installed is None:
             return original(engine, *args, **kwargs)
         # Before the optimizer is built: a mistake in the configuration should not cost that wait.
@@ -154,7 +154,7 @@ def _destroy(original: Callable[..., Any]) -> Callable[..., Any]:
     """Closes the transfer before DeepSpeed frees the partitions that copies in flight use."""
 
     def patched(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        attachment = attached.remove(optimizer)
+        attachment = attachments.remove(optimizer)
         try:
             if attachment is not None:
                 attachment.give_up(Stage3(optimizer), close=True)
@@ -169,8 +169,8 @@ _PATCHES: dict[str, Patch] = {**step.PATCHES, **checkpoint.PATCHES, stage3.DESTR
 
 
 def _add(optimizer: Any, attachment: Attachment) -> None:
-    attached.add(optimizer, attachment)
-    with attached.lock:
+    attachments.add(optimizer, attachment)
+    with attachments.lock:
         _patch(type(optimizer))
 
 
@@ -179,6 +179,6 @@ def _patch(optimizer_class: type) -> None:
 
 
 def _unpatch_if_idle() -> None:
-    with attached.lock:
-        if attached.is_idle:
+    with attachments.lock:
+        if attachments.is_idle:
             patching.remove_all()
