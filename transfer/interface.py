@@ -185,7 +185,7 @@ class HostToDeviceTransfer(ABC):
     def unprepare(self, source: Tensor) -> None:
         """Undoes ``prepare`` for this storage; does nothing for one that was not prepared.
 
-        Blocks until no copy of this object reads it. ``close`` does this for every storage, and so does freeing one.
+        Blocks until no copy of this object reads it. Freeing the storage undoes ``prepare`` too, as does ``close``.
         """
 
     def drain(self) -> None:

@@ -79,7 +79,8 @@ def attach(engine: Any, transfer: HostToDeviceTransfer | ConfigLike | None = Non
 def detach(engine: Any) -> None:
     """Restores DeepSpeed's own copy-back. Does nothing for what is not attached.
 
-    A transfer that ``attach`` or ``install`` built is closed; one that the caller gave is not.
+    Blocks until the engine's copies have ended. A transfer that ``attach`` or ``install`` built is closed; one that the
+    caller gave is not.
 
     Raises:
         Exception: What the transfer's ``close`` raises; the engine is detached all the same.

@@ -16,7 +16,7 @@ from .stage3 import CPU_ADAM_MODULE, STEP, replacing_op, updates_in_parts
 
 #: Tiles begin at multiples of this many elements: far above 8 registers of 16 values, the op's stride.
 ALIGNMENT_ELEMENTS = 2**16
-#: The least elements of a tile; a smaller rest joins the last one. 2^21 elements are copied in about 0.2 ms.
+#: The least elements of a tile: a rest of less than two such tiles is one. 2^21 elements are copied in about 0.2 ms.
 SMALLEST_ELEMENTS = 2**21
 #: The modules whose functions may make up the step of CPU Adam: other code might change the result after it.
 _KNOWN_MODULES = {
