@@ -60,12 +60,12 @@ def pairs_from(destination: Tensor, first: int, values: Tensor) -> Iterator[tupl
         values: Flat.
     """
     offset = 0
-    for view in views_of_range(destination, first, first + values.numel()):
+    for view in _views_of_range(destination, first, first + values.numel()):
         yield view, values.narrow(0, offset, view.numel()).view(view.shape)
         offset += view.numel()
 
 
-def views_of_range(tensor: Tensor, begin: int, end: int) -> Iterator[Tensor]:
+def _views_of_range(tensor: Tensor, begin: int, end: int) -> Iterator[Tensor]:
     """Yields views that hold the elements from ``begin`` to ``end``, in logical order: as few as the strides allow."""
     flat = _flat(tensor)
     if flat is not None:
@@ -74,14 +74,14 @@ def views_of_range(tensor: Tensor, begin: int, end: int) -> Iterator[Tensor]:
     row = tensor.numel() // tensor.shape[0]
     first, last = -(-begin // row), end // row  # whole rows
     if first > last:  # all of it lies within one row
-        yield from views_of_range(tensor[last], begin - last * row, end - last * row)
+        yield from _views_of_range(tensor[last], begin - last * row, end - last * row)
         return
     if begin < first * row:
-        yield from views_of_range(tensor[first - 1], begin - (first - 1) * row, row)
+        yield from _views_of_range(tensor[first - 1], begin - (first - 1) * row, row)
     if first < last:
         yield tensor.narrow(0, first, last - first)
     if last * row < end:
-        yield from views_of_range(tensor[last], 0, end - last * row)
+        yield from _views_of_range(tensor[last], 0, end - last * row)
 
 
 def _flat(tensor: Tensor) -> Tensor | None:
