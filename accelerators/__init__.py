@@ -1,4 +1,4 @@
-"""Accelerators as host-to-device transfers need them: one small protocol over every backend.
+"""Accelerators for host-to-device transfers: one small protocol over every backend.
 
 ``get_accelerator()`` returns an ``Accelerator`` with DeepSpeed's own names and its
 ``Capabilities``. ``register_accelerator`` and the entry-point group ``transfer.accelerators`` add

@@ -14,7 +14,7 @@ class CpuAccelerator(DeepSpeedAdapter):
     """DeepSpeed's CPU accelerator. Every tensor in host memory is on the host *and* on the device.
 
     ``pin_empty`` returns ordinary memory, except under ``DS_PIN_MEMORY_BACKEND=native``, where it
-    is page-locked; either way there is no link for a copy to cross.
+    is page-locked. Copies use no link in either case.
     """
 
     @functools.cached_property

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -44,24 +45,16 @@ class CudaAccelerator(DeepSpeedAdapter):
         return super().is_pinned(tensor) if of_the_runtime is None else bool(of_the_runtime(tensor))
 
     def register_host_memory(self, address: int, num_bytes: int) -> bool:
-        try:
+        with _leaving_no_error():
             return super().register_host_memory(address, num_bytes)
-        except RuntimeError:
-            # A refused cudaHostRegister stays behind as the thread's last error, and the next,
-            # unrelated kernel launch would report it (seen on an H200); let ours be that launch.
-            _take_last_error()
-            raise
 
     def unregister_host_memory(self, address: int) -> None:
-        try:
+        with _leaving_no_error():
             super().unregister_host_memory(address)
-        except RuntimeError:
-            _take_last_error()  # likewise
-            raise
 
 
 class _DeviceMemory:
-    """Bytes at an address, in the form in which libraries hand device memory to each other."""
+    """Bytes at an address, as libraries hand device memory to each other."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -88,8 +81,16 @@ def _host_pointers_work() -> bool:
     return False
 
 
-def _take_last_error() -> None:
+@contextlib.contextmanager
+def _leaving_no_error() -> Iterator[None]:
+    """Clears CUDA's last error where the block raises.
+
+    A refused cudaHostRegister stays behind as the thread's last error, and the next, unrelated kernel launch would
+    report it (seen on an H200): the launch here takes the report.
+    """
     try:
-        torch.empty(1, device="cuda").fill_(0)
+        yield
     except RuntimeError:
-        return
+        with contextlib.suppress(RuntimeError):
+            torch.empty(1, device="cuda").fill_(0)
+        raise

@@ -1,7 +1,7 @@
 """The ``Accelerator`` protocol over any of DeepSpeed's accelerators, by feature test.
 
-Works with DeepSpeed 0.16 to 0.19: ``unpin_memory`` and ``register_host_memory`` exist since
-0.19.6, ``pin_empty`` since 0.19.7, and what is absent is made up for or reported as missing.
+Works with DeepSpeed 0.16 to 0.19. ``unpin_memory`` and ``register_host_memory`` exist since
+0.19.6, ``pin_empty`` since 0.19.7; older versions get a replacement or lack the capability.
 Backends that behave differently have a file of their own and are listed in ``ADAPTERS``.
 """
 
@@ -20,14 +20,14 @@ from torch import Tensor
 from .errors import AcceleratorUnavailableError
 from .protocol import Accelerator, Capabilities, check_accelerator
 
-#: DeepSpeed's name of a backend -> where its adapter is; every other backend takes the general one.
+#: DeepSpeed's name of a backend, and its adapter; every other backend takes the general one.
 ADAPTERS = {
     "cpu": "accelerators.cpu:CpuAccelerator",
     "cuda": "accelerators.cuda:CudaAccelerator",
     "mps": "accelerators.mps:MpsAccelerator",
 }
 
-#: A DeepSpeed accelerator may carry a ready ``Accelerator`` under this attribute; it is used as is.
+#: The attribute under which a DeepSpeed accelerator may carry a ready ``Accelerator``, which is used as it is.
 CARRIED = "h2d_accelerator"
 
 

@@ -1,8 +1,7 @@
-"""DeepSpeed's op for reading files with libaio, if it is there already: it is never built from here.
+"""DeepSpeed's op for reading files with libaio, where it is built already; nothing here builds it.
 
-The benchmarks measure what DeepSpeed does with it. No strategy reads by it: the op reports requests that failed as
-done, leaves the end of a length that is not a multiple of 512 bytes unread, and ends the process where memory
-cannot be locked.
+The benchmarks measure it as a baseline. No strategy uses it: the op reports failed requests as done, does not read the
+end of a length that is not a multiple of 512 bytes, and aborts the process where memory cannot be locked.
 """
 
 from __future__ import annotations
@@ -17,18 +16,18 @@ import time
 from pathlib import Path
 from typing import Any
 
-#: Of each handle: bytes a request, and requests at once.
+#: Of each handle: bytes of a request, and requests at once.
 _BLOCK_BYTES = 2**20
 _QUEUE_DEPTH = 32
 _CAP_IPC_LOCK = 1 << 14
-#: What loading the op may take, in each of several processes that do so in turn.
+#: How long loading the op may take, in each of several processes that load it in turn.
 _LOADING_SECONDS = 20.0
 _UNLIMITED = 2**62
 
 
 @functools.cache
 def unavailable_reason() -> str | None:
-    """Why the op cannot be used in this process, as one sentence, or None. Asked once; may load the op."""
+    """Why the op cannot be used in this process, as one sentence, or None. Cached; may load the op."""
     try:
         _load()
     except _NotThereError as error:
@@ -51,7 +50,7 @@ def make_handle(threads: int) -> Any:
 
 
 def may_lock_bytes(num_bytes: int) -> bool:
-    """Whether the process may lock so much more memory: where it may not, ``new_cpu_locked_tensor`` aborts it."""
+    """Whether the process may lock this much more memory; else ``new_cpu_locked_tensor`` aborts it."""
     limit = _lock_limit_bytes()
     return limit == _UNLIMITED or limit >= num_bytes + _locked_bytes()
 
@@ -86,7 +85,7 @@ def _needed_by(builder: Any) -> list[Any]:
 
 
 def _check_built(builder: Any) -> None:
-    """Raises unless the op was built here, by this environment's DeepSpeed: to load any other one is to build it."""
+    """Raises unless this environment's DeepSpeed has built the op here: loading any other one builds it."""
     folder = _build_folder(builder.name)
     if _stays_locked(folder / "lock"):
         raise _NotThereError(
@@ -104,7 +103,7 @@ def _check_built(builder: Any) -> None:
 
 
 def _stays_locked(lock: Path) -> bool:
-    """Whether the op is being built, or a build was killed. Loading it takes the lock for moments, too."""
+    """Whether the op is being built, or a build was killed. Waits for processes that load it, which lock it briefly."""
     deadline = time.monotonic() + _LOADING_SECONDS
     with contextlib.suppress(FileNotFoundError):
         while time.time() - lock.stat().st_mtime < _LOADING_SECONDS and time.monotonic() < deadline:
@@ -134,7 +133,7 @@ def _locked_bytes() -> int:
 
 
 def _status(key: str) -> str | None:
-    """The first word that the kernel says of this process under ``key``, or None where it says nothing."""
+    """The first word under ``key`` in the kernel's status of this process, or None."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:

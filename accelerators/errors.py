@@ -4,7 +4,7 @@
 
     AcceleratorError
     ├── AcceleratorRegistrationError (ValueError)   a name or factory that cannot be registered
-    ├── UnknownAcceleratorError      (LookupError)  nobody registered this name
+    ├── UnknownAcceleratorError      (LookupError)  no accelerator of this name is registered
     ├── InvalidAcceleratorError      (TypeError)    an object that lacks part of the protocol
     ├── AcceleratorUnavailableError  (RuntimeError) the hardware, driver or package is not there
     └── InFlightError                (RuntimeError) memory was given back while a copy still used it

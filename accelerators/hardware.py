@@ -1,4 +1,4 @@
-"""What hardware this is, by names that stay the same from run to run: to tell whose measurements they are."""
+"""Names of this machine's hardware, the same in every run: a profile says by them what was measured."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .protocol import Accelerator
 def device_name(accelerator: Accelerator) -> str:
     """The model of the current device, such as ``NVIDIA H200``; the accelerator's own name where none is known.
 
-    By feature test: torch's runtime of that name (``torch.cuda``, ``torch.xpu``, ``torch.npu``, ...) is asked
-    where there is one. Never raises because the device cannot be asked.
+    Asks torch's runtime of the accelerator's name (``torch.cuda``, ``torch.xpu``, ``torch.npu``, ...), if there is
+    one. Never raises where the device cannot be asked.
     """
     ask = getattr(getattr(torch, accelerator.name, None), "get_device_name", None)
     if ask is None:

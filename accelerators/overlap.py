@@ -1,4 +1,4 @@
-"""Which memory a tensor spans, and whether two tensors share elements."""
+"""The memory that a tensor spans, and whether two tensors share elements."""
 
 from __future__ import annotations
 

@@ -28,9 +28,9 @@ class Registry(Generic[T]):
     Args:
         kind: What is registered, for messages (``"accelerator"``).
         group: The entry-point group (``"transfer.accelerators"``).
-        refused: Raised by ``add`` and for a name that two parties claim.
-        unknown: Raised by ``get`` for a name that nobody registered.
-        synonyms: What people call things, in lower case, to the name that is meant; for hints alone.
+        refused: Raised by ``add``, and by ``get`` for a name that was registered twice.
+        unknown: Raised by ``get`` for a name that is not registered.
+        synonyms: Other names in lower case, each with the registered name that is meant; for hints alone.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Registry(Generic[T]):
             self._entries[name] = value
 
     def remove(self, name: str) -> None:
-        """Forgets what ``add`` registered under ``name``; an unknown name is fine."""
+        """Forgets what ``add`` registered under ``name``; does nothing for an unknown name."""
         with self._lock:
             self._entries.pop(name, None)
 
@@ -91,7 +91,7 @@ class Registry(Generic[T]):
         raise self._unknown(self.explain_unknown(name))
 
     def explain_unknown(self, name: object) -> str:
-        """The sentence that tells a user which names exist and which was probably meant."""
+        """The sentence for an unknown name: which names exist, and which was probably meant."""
         names = self.names()
         guess = self._synonyms.get(name.lower()) or nearest(name, names) if isinstance(name, str) else None
         hint = f" Did you mean {guess!r}?" if guess else ""

@@ -1,7 +1,7 @@
-"""What a strategy may ask of an accelerator.
+"""What a strategy may call of an accelerator.
 
-The names are DeepSpeed's own wherever DeepSpeed has one, so a vendor who already wrote a DeepSpeed
-accelerator knows them. Nothing here imports torch or deepspeed: the module costs nothing to load.
+The names are DeepSpeed's own wherever DeepSpeed has one. Nothing here imports torch or deepspeed, so the module
+loads in no time.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What an accelerator can do, and one sentence for each thing that it cannot.
+    """What an accelerator can do, and why it cannot do the rest.
 
     Attributes:
         streams: Work can be queued on more than one stream.
         events: A point in a stream can be marked and waited for.
         pins_host_memory: ``pin_empty`` returns memory the device reads directly.
         registers_host_memory: ``register_host_memory`` pins existing memory in place.
-        copies_asynchronously: A copy from pinned memory returns before the bytes have crossed.
+        copies_asynchronously: A copy from pinned memory returns before the bytes have arrived.
         pin_rounds_to_power_of_two: ``pin_empty`` really takes the next power of two of the bytes
             asked for, as torch's caching host allocator does (pytorch issue 150517).
         register_alignment_bytes: ``register_host_memory`` wants addresses that are multiples of this;
@@ -48,7 +48,7 @@ class Capabilities:
     reasons: Mapping[str, str] = field(default_factory=dict)
 
     def why_not(self, *names: str) -> str | None:
-        """Returns the sentence for the first of ``names`` that is missing, or None if all are there."""
+        """The sentence for the first of ``names`` that is missing, or None if all are there."""
         for name in names:
             if not getattr(self, name):
                 return self.reasons.get(name, f"This accelerator has no {name.replace('_', ' ')}.")
@@ -79,9 +79,9 @@ class Stream(Protocol):
 
 
 class Accelerator(Protocol):
-    """A device, the host memory it can read directly, and how bytes get from one to the other.
+    """A device, the host memory it can read directly, and the copies between them.
 
-    Every method may raise the vendor's own errors; callers must expect that.
+    Every method may raise the vendor's own errors.
 
     Attributes:
         name: The name it is registered under, such as ``"cuda"``.
@@ -94,7 +94,7 @@ class Accelerator(Protocol):
 
     @property
     def capabilities(self) -> Capabilities:
-        """What it can do, and why not the rest."""
+        """What it can do; constant for the life of the object."""
 
     @property
     def Event(self) -> Callable[[], Any] | None:
@@ -105,16 +105,13 @@ class Accelerator(Protocol):
         """Makes a ``Stream``, or is None."""
 
     def unavailable_reason(self) -> str | None:
-        """One sentence on why this accelerator cannot be used here, or None if it can.
-
-        Test skips, policy reasons and errors show this sentence. It never raises.
-        """
+        """Why this accelerator cannot be used here, as one sentence for skips and errors, or None. Never raises."""
 
     def current_stream(self, device_index: int | None = None) -> Any:
         """The calling thread's current stream on that device, or None without streams.
 
         Args:
-            device_index: None: the thread's current device. So everywhere in this protocol.
+            device_index: None: the thread's current device, here and in every method below.
         """
 
     def stream(self, stream: Any) -> AbstractContextManager[Any]:
@@ -129,39 +126,32 @@ class Accelerator(Protocol):
         Args:
             *size: Elements in each dimension.
             dtype: Of the elements.
-            device: Always ``"cpu"``; there because DeepSpeed's method has it.
+            device: Always ``"cpu"``; DeepSpeed's method has this argument.
 
         Raises:
-            RuntimeError: or what the vendor raises, when the memory cannot be pinned. Nothing is
-                allocated then.
+            RuntimeError: Or the vendor's own error: the memory cannot be pinned. Nothing is allocated then.
         """
 
     def is_pinned(self, tensor: Tensor) -> bool:
         """Whether the device can read all of this host tensor directly, without staging."""
 
     def unpin_memory(self, tensor: Tensor) -> bool | None:
-        """Gives back what ``pin_empty`` returned, given that very tensor (a view frees nothing).
-
-        The caller has waited for every copy that uses it.
+        """Gives back the memory of a tensor that ``pin_empty`` returned. The caller has waited for its copies.
 
         Returns:
-            True: it is given back. False: it was not pinned, or is a view. None: nothing needs to
-            be done beyond dropping the tensor.
+            True: it is given back. False: it was not pinned, or is a view. None: dropping the tensor gives it back.
         """
 
     def register_host_memory(self, address: int, num_bytes: int) -> bool:
         """Pins ``num_bytes`` of existing host memory in place; False where the accelerator cannot.
 
         Raises:
-            RuntimeError: or a subclass, where the memory cannot be pinned, for instance because part
-                of it is already. Nothing has changed then.
+            RuntimeError: Or a subclass: the memory cannot be pinned, for instance because part of it is pinned
+                already. Nothing has changed then.
         """
 
     def unregister_host_memory(self, address: int) -> None:
-        """Undoes ``register_host_memory`` at this address, which the caller knows to be registered.
-
-        The caller has waited for every copy that uses the memory.
-        """
+        """Undoes ``register_host_memory`` at a registered address. The caller has waited for its copies."""
 
     def on_host(self, tensor: Tensor) -> bool:
         """Whether the tensor lives in host memory."""
@@ -175,55 +165,41 @@ class Accelerator(Protocol):
     def enqueue_copy(self, destination: Tensor, source: Tensor) -> None:
         """Queues ``destination.copy_(source)`` on the current stream of the destination's device.
 
-        Returns early when the source is pinned host memory of the destination's dtype or device
-        memory; both must then outlive the copy. In every other case it blocks until the
-        destination holds the values: a cast from host memory happens on the host, never in a
-        device temporary of the source's size.
+        Does not block where the source is device memory, or pinned host memory of the destination's dtype; both tensors
+        must then outlive the copy. Otherwise blocks until the destination holds the values. A cast from host
+        memory happens on the host, never in a device temporary of the source's size.
         """
 
 
 class MapsHostMemory(Protocol):
-    """What an accelerator has in addition whose ``Capabilities.maps_host_memory`` is True."""
+    """What an accelerator with ``Capabilities.maps_host_memory`` has beside ``Accelerator``."""
 
     def device_view(self, tensor: Tensor) -> Tensor:
         """The same contiguous, pinned host memory as a tensor that the device addresses.
 
-        A copy from it on a stream reads across the wire. The caller keeps ``tensor`` alive for as long,
+        A copy from it on a stream reads over the link. The caller keeps ``tensor`` alive for as long,
         and uses the view only if it lies at the address of ``tensor`` and on the destination's device.
 
         Raises:
-            RuntimeError: or what the vendor raises, where the device cannot address the memory.
+            RuntimeError: Or the vendor's own error: the device cannot address the memory.
         """
 
 
-#: What ``get_accelerator`` checks of an object before it lets it in.
-REQUIRED_MEMBERS = (
-    "name",
-    "capabilities",
-    "Event",
-    "Stream",
-    "unavailable_reason",
-    "current_stream",
-    "stream",
-    "synchronize",
-    "pin_empty",
-    "is_pinned",
-    "unpin_memory",
-    "register_host_memory",
-    "unregister_host_memory",
-    "on_host",
-    "on_device",
-    "device_empty",
-    "enqueue_copy",
-)
-
-
 def check_accelerator(candidate: Any, origin: str) -> None:
-    """Raises ``InvalidAcceleratorError``, naming what is missing, unless the protocol is there."""
+    """Checks that an object has every member of ``Accelerator``, without calling any.
+
+    Args:
+        candidate: The object.
+        origin: Where it comes from, as the beginning of a sentence.
+
+    Raises:
+        InvalidAcceleratorError: It lacks members, which are named; or it is a class.
+    """
     if inspect.isclass(candidate):
         raise InvalidAcceleratorError(f"{origin} the class {candidate.__name__}, not an instance of it")
     absent = object()
-    missing = [name for name in REQUIRED_MEMBERS if inspect.getattr_static(candidate, name, absent) is absent]
+    members = (*Accelerator.__annotations__, *(name for name in vars(Accelerator) if not name.startswith("_")))
+    missing = [name for name in members if inspect.getattr_static(candidate, name, absent) is absent]
     if missing:
         raise InvalidAcceleratorError(
             f"{origin} {candidate!r}, which is not an accelerator: it has no {', '.join(missing)}"

@@ -1,4 +1,4 @@
-"""Which accelerator is meant: by name, by ``set_accelerator``, or DeepSpeed's own choice."""
+"""Accelerators by name, the one that ``set_accelerator`` sets, and DeepSpeed's own choice."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .protocol import Accelerator, check_accelerator
 
 Factory = Callable[[], Accelerator]
 
-#: What people call accelerators, and DeepSpeed's name for each.
+#: Other names of accelerators, each with DeepSpeed's name.
 _SYNONYMS = {
     "gpu": "cuda",
     "nvidia": "cuda",
@@ -42,7 +42,7 @@ def register_accelerator(name: str, factory: Factory) -> None:
     """Registers an accelerator under a name that ``get_accelerator`` and YAML files can use.
 
     Args:
-        name: A lower-case identifier that nobody uses yet.
+        name: A lower-case identifier that is not registered yet.
         factory: Called without arguments, once, when the accelerator is first needed; returns an
             object with the ``Accelerator`` protocol.
 
@@ -59,7 +59,7 @@ def register_accelerator(name: str, factory: Factory) -> None:
 
 
 def unregister_accelerator(name: str) -> None:
-    """Undoes ``register_accelerator``; an unknown name is fine. What was handed out keeps working."""
+    """Undoes ``register_accelerator``; does nothing for an unknown name. Accelerators in use keep working."""
     with _lock:
         _registry.remove(name)
         _made.pop(name, None)
@@ -68,14 +68,14 @@ def unregister_accelerator(name: str) -> None:
 def available_accelerators() -> tuple[str, ...]:
     """The names that ``get_accelerator`` accepts, sorted.
 
-    Calls no factory and touches no device. Whether the hardware is there is what
-    ``get_accelerator(name).unavailable_reason()`` says.
+    Calls no factory and touches no device. ``get_accelerator(name).unavailable_reason()`` says whether the
+    hardware is there.
     """
     return _registry.names()
 
 
 def explain_unknown(name: object) -> str:
-    """The sentence for a name that nobody registered, with the nearest one that somebody did."""
+    """The sentence for a name that is not registered, with the nearest one that is."""
     return _registry.explain_unknown(name)
 
 
@@ -87,7 +87,7 @@ def get_accelerator(name: str | None = None) -> Accelerator:
             DeepSpeed chose (``deepspeed.accelerator.get_accelerator()``), adapted.
 
     Raises:
-        UnknownAcceleratorError: Nobody registered ``name``; the nearest name is given.
+        UnknownAcceleratorError: ``name`` is not registered; the message gives the nearest one.
         AcceleratorRegistrationError: Two plug-ins claim ``name``, or one failed to load.
         InvalidAcceleratorError: The factory returned something without the protocol.
         AcceleratorUnavailableError: The factory itself raised, or DeepSpeed cannot choose one.

@@ -1,4 +1,4 @@
-"""Which accelerator a transfer or a policy works with, resolved when it is first needed."""
+"""The accelerator of a transfer or a policy, resolved when it is first needed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class AcceleratorChoice:
     """An accelerator that was given, or named, or that follows ``accelerators.get_accelerator()``.
 
     Args:
-        given: An ``Accelerator``, a registered name, or None to follow. Not looked at before ``resolve``.
+        given: An ``Accelerator``, a registered name, or None to follow. Used by ``resolve`` only.
     """
 
     def __init__(self, given: Accelerator | str | None = None) -> None:

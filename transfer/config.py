@@ -120,7 +120,7 @@ class TransferConfig(ConfigModel):
             that a profile of the machine says is fastest; None: the default policy.
         completion: ``deferred``: ZeRO-3 waits for a step's copy-backs at the end of the step, so that they
             run behind the CPU optimizer; ``immediate``: in each copy-back, as DeepSpeed does.
-        fallback: Whether a slower strategy may stand in for one that cannot run.
+        fallback: Whether a copy may take a slower strategy where the one asked for cannot make it.
         rules: Looked at in order, before ``strategy`` and the default; the first match wins.
     """
 

@@ -6,8 +6,8 @@
     ├── InvalidTensorError          (ValueError)   tensors that cannot be copied as given
     │   └── InferenceTensorError    (RuntimeError) the destination is an inference tensor
     ├── UnsupportedDtypeError       (TypeError)    a pair of dtypes without a faithful copy
-    ├── NotATensorError             (TypeError)    something that is no tensor at all
-    ├── StrategyUnavailableError    (RuntimeError) the strategy cannot run here, and may not be replaced
+    ├── NotATensorError             (TypeError)    an argument that is not a tensor
+    ├── StrategyUnavailableError    (RuntimeError) a copy that the strategy cannot make, or a resource it is refused
     ├── TransferBusyError           (RuntimeError) a submit in the middle of another one of the same thread
     ├── AcceleratorFailedError      (RuntimeError) an error of ``accelerators``, chained
     ├── ForkedProcessError          (RuntimeError) a transfer of the parent process used in a child
@@ -22,10 +22,10 @@
     └── ConfigError                 (ValueError)   a configuration with mistakes, all of them listed
         ├── ConfigFileError         (OSError)      a file that cannot be read
         │   └── ConfigFileNotFoundError (FileNotFoundError)
-        └── UnknownStrategyError    (LookupError)  nobody registered this strategy
+        └── UnknownStrategyError    (LookupError)  no strategy of this name is registered
 
     TransferWarning                 (UserWarning)
-    ├── FallbackWarning             a slower strategy stands in; once for each transfer object
+    ├── FallbackWarning             copies fall back to a slower strategy; once for each strategy
     ├── MachineProfileWarning       `strategy: measured` without a profile of this machine; once
     └── PinnedMemoryWarning         more memory is pinned than the configuration says
 
@@ -67,7 +67,10 @@ class NotATensorError(TransferError, TypeError):
 
 
 class StrategyUnavailableError(TransferError, RuntimeError):
-    """The strategy cannot run here and ``fallback`` is false; nothing was written."""
+    """The strategy cannot make this copy, or the system refuses what it needs; nothing was written.
+
+    What ``build_transfer`` returns raises it where no other strategy can, and with ``fallback: false``.
+    """
 
 
 class TransferBusyError(TransferError, RuntimeError):
@@ -78,7 +81,7 @@ class TransferBusyError(TransferError, RuntimeError):
 
 
 class AcceleratorFailedError(TransferError, RuntimeError):
-    """``accelerators`` raised an error, which is the ``__cause__``; pieces in flight were waited for."""
+    """``accelerators`` raised an error, which is the ``__cause__``; chunks in flight were waited for."""
 
 
 class ForkedProcessError(TransferError, RuntimeError):
@@ -96,8 +99,8 @@ class StrategyRegistrationError(TransferError, ValueError):
 class SwapError(TransferError, OSError):
     """Values cannot be written to a file or read from it; ``filename`` is its path, ``errno`` the cause.
 
-    What could not be written is not there at all; of what could not be read, each element of the destination is
-    its old or its own new value.
+    After a failed write there is no file. After a failed read, each element of the destination is its old or its own
+    new value.
     """
 
 
@@ -110,7 +113,7 @@ class SwapPermissionError(SwapError, PermissionError):
 
 
 class SwapNotADirectoryError(SwapError, NotADirectoryError):
-    """What should be a directory is none."""
+    """The path exists but is not a directory."""
 
 
 class SwapSpaceError(SwapError):
@@ -118,7 +121,7 @@ class SwapSpaceError(SwapError):
 
 
 class SwapCorruptedError(SwapError, ValueError):
-    """The file is too short, was replaced, or its bytes have changed. What was checked before may have been used."""
+    """The file is too short, was replaced, or its bytes have changed. Chunks before the wrong one may be copied."""
 
 
 def swap_error(error: OSError | ValueError, what: str, path: object) -> SwapError:
@@ -145,7 +148,7 @@ class ConfigProblem:
     Attributes:
         key: Dotted path of the value, such as ``transfer.pinned_staged.chunk_elements``.
         message: What was found and what is allowed.
-        file: The file it stands in, or None for a mapping.
+        file: Its file, or None for a mapping.
         line: Its line there, counted from 1, or None.
     """
 
@@ -193,7 +196,7 @@ class TransferWarning(UserWarning):
 
 
 class FallbackWarning(TransferWarning):
-    """A strategy cannot run here, and a slower one stands in for it from now on."""
+    """A strategy cannot make a copy, and a slower one makes it. Warned once for each strategy of a transfer."""
 
 
 class MachineProfileWarning(TransferWarning):

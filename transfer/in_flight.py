@@ -16,7 +16,7 @@ from .stats import Counters
 
 
 class InFlightCopy:
-    """What ``submit`` returns. This class itself stands for a copy that is finished already.
+    """What ``submit`` returns. This class itself is a finished copy.
 
     A strategy whose copies finish later returns a subclass. Dropping the object without waiting is
     safe for the strategy's own memory; the destination must not be read before a wait.
@@ -53,8 +53,8 @@ class InFlightCopy:
 class EventCopy(InFlightCopy):
     """A copy that is finished when its events are.
 
-    Keeps the destination, and the source where it is still read, alive until somebody has seen the
-    copy finished.
+    Keeps the destination, and the source where it is still read, alive until ``wait`` or ``done`` has seen
+    the copy finished.
 
     Args:
         events: The event after which the destination holds the values, or several of them.
@@ -124,9 +124,7 @@ def finish_stream(accelerator: Accelerator, stream: Any, device_index: int | Non
         accelerator.synchronize(device_index)
 
 
-def finished_copy(
-    accelerator: Accelerator, destination: Tensor, source: Tensor, counters: Counters | None = None
-) -> InFlightCopy:
+def finished_copy(accelerator: Accelerator, destination: Tensor, source: Tensor, counters: Counters) -> InFlightCopy:
     """``destination.copy_(source)`` on the current stream of the destination's device; blocks until it has ended."""
     started = time.perf_counter()
     index = destination.device.index
@@ -134,8 +132,7 @@ def finished_copy(
     with accelerator.stream(stream):
         accelerator.enqueue_copy(destination, source)
     finish_stream(accelerator, stream, index)
-    if counters is not None:
-        counters.add(pieces=1, wait_seconds=time.perf_counter() - started)
+    counters.add(pieces=1, wait_seconds=time.perf_counter() - started)
     return FINISHED
 
 

@@ -1,8 +1,10 @@
-"""The interface: every way to bring values from host memory into an accelerator's memory.
+"""The interface of every way to bring values from host memory into an accelerator's memory.
 
 To add one, subclass ``HostToDeviceTransfer``, write ``_submit``, and register the class
-(``transfer.register_strategy``); ``transfer/strategies/pageable.py`` is the shortest example and
-``transfer.testing.TransferConformance`` the check.
+(``transfer.register_strategy``). ``transfer/strategies/pageable.py`` is the shortest example, and
+``transfer.testing.TransferConformance`` is the check.
+
+``submit`` and ``copy`` validate; then ``_run`` asks ``why_not``, ``_perform`` counts, and ``_submit`` copies.
 """
 
 from __future__ import annotations
@@ -43,9 +45,9 @@ class HostToDeviceTransfer(ABC):
     5. After an error, nothing is in flight, each element of the destination is its old or its own
        new value, and the next transfer works. Errors that are not ours arrive as they are.
     6. The copy runs after the work that is queued on the caller's current stream of the
-       destination's device. Other streams are the caller's business.
-    7. A strategy does one thing: what it cannot do raises ``StrategyUnavailableError`` before anything is
-       written. What ``build_transfer`` returns takes another strategy then.
+       destination's device. The caller orders it with other streams.
+    7. A strategy does one thing. A copy that it cannot make raises ``StrategyUnavailableError`` before anything is
+       written. What ``build_transfer`` returns then takes another strategy.
 
     Thread-safe: threads may share one object. After a fork, the child gets ``ForkedProcessError``.
 
@@ -53,7 +55,7 @@ class HostToDeviceTransfer(ABC):
         config: An instance of ``Config``, a mapping with its fields, or None for its defaults.
         accelerator: An ``Accelerator``, a registered name, or None for what
             ``accelerators.get_accelerator()`` returns; nothing is called before the first transfer.
-        fallback: Accepted and not used: falling back is up to what ``build_transfer`` returns.
+        fallback: Accepted and ignored: only what ``build_transfer`` returns falls back.
         **options: Fields of ``Config`` by name, in place of ``config``.
 
     Raises:
@@ -63,7 +65,7 @@ class HostToDeviceTransfer(ABC):
     #: The strategy's own configuration model.
     Config: ClassVar[type[StrategyConfig]] = StrategyConfig
 
-    #: What the strategy is called in ``stats`` and in profilers; the class's own name where it is empty.
+    #: The strategy's name in ``stats`` and in profilers; empty for the class's own name.
     name: ClassVar[str] = ""
 
     #: Whether it takes a ``SwappedTensor`` as the source.
@@ -99,9 +101,9 @@ class HostToDeviceTransfer(ABC):
 
     @property
     def accelerator(self) -> Accelerator:
-        """The accelerator in use; one that was not named follows ``get_accelerator()``.
+        """The accelerator in use; where none was given, what ``get_accelerator()`` returns now.
 
-        Where it has changed since the last copy, ``close`` is called first, which may block.
+        Where that has changed since the last copy, ``close`` is called first, which may block.
 
         Raises:
             AcceleratorFailedError: It is unknown, not an accelerator, or not available here.
@@ -113,12 +115,12 @@ class HostToDeviceTransfer(ABC):
 
     @property
     def pinned_bytes(self) -> int:
-        """Bytes of host memory that this object holds pinned now, buffers and sources page-locked in place."""
+        """Bytes of host memory that this object holds pinned now: buffers, and sources page-locked in place."""
         return 0
 
     @property
     def page_locked_bytes(self) -> int:
-        """The part of ``pinned_bytes`` that is sources page-locked in place, and no extra memory."""
+        """The part of ``pinned_bytes`` that is the caller's own memory, page-locked in place."""
         return 0
 
     @property
@@ -127,18 +129,18 @@ class HostToDeviceTransfer(ABC):
         return 0
 
     def stats(self) -> dict[str, StrategyStats]:
-        """What was done since this object was made, for each strategy that took part; never reset."""
+        """The counts since this object was made, by strategy; never reset."""
         return {self.name or type(self).__name__: self._counters.total}
 
     def why_not(self, destination: Tensor, source: Tensor | SwappedTensor) -> str | None:  # noqa: ARG002
         """Why this strategy cannot make a copy from the host to the device, in one sentence, or None if it can.
 
-        Pure, and a matter of microseconds. What a strategy can do slowly is a row of the policy, and no reason here.
+        Pure; takes microseconds. Whether a copy pays off is for the policy to say.
         """
         return None
 
     def submit(self, destination: Tensor, source: Tensor | SwappedTensor) -> InFlightCopy:
-        """Starts a copy. How long it blocks is the strategy's to say; ``pageable`` until the end.
+        """Starts a copy. The strategy says how long this blocks; ``pageable`` blocks until the copy has ended.
 
         Args:
             destination: A tensor of any shape and strides on the device. Its ``requires_grad`` and
@@ -150,7 +152,7 @@ class HostToDeviceTransfer(ABC):
 
         Returns:
             The copy, which may still be running. Until it is waited for, the destination must not
-            be read, freed, or written, by another copy of this object either: nothing orders the two.
+            be read, freed or written. Two copies to one destination are not ordered.
 
         Raises:
             StrategyUnavailableError: This strategy cannot make the copy (``why_not``), or the system refuses what it
@@ -174,38 +176,35 @@ class HostToDeviceTransfer(ABC):
     def prepare(self, source: Tensor) -> None:
         """A hint: this storage will be copied from many times.
 
-        A strategy may do costly work for it now, such as page-locking, which blocks. Preparing again
-        what is prepared already is cheap. By default nothing is done.
+        A strategy may do costly work for it now, such as page-locking, which blocks. A second call is cheap.
 
         Raises:
             StrategyUnavailableError: It is refused. Nothing has changed then.
         """
 
     def unprepare(self, source: Tensor) -> None:
-        """Undoes ``prepare`` for this storage; what was never prepared is fine.
+        """Undoes ``prepare`` for this storage; does nothing for one that was not prepared.
 
-        Blocks until no copy of this object reads it. Otherwise that happens when the storage is
-        freed, and at ``close``.
+        Blocks until no copy of this object reads it. Freeing the storage undoes ``prepare`` too, as does ``close``.
         """
 
     def drain(self) -> None:
-        """Blocks until the device has nothing left to do, for after an error; raises what the accelerator reports."""
+        """Blocks until the device is idle, as after an error. Raises what the accelerator reports."""
         if self._accelerator is not None and not self._is_forked:
             self._accelerator.synchronize()
 
     def is_host_to_device(self, destination: Tensor, source: Tensor | SwappedTensor) -> bool:
-        """Whether a copy goes from host memory, or from a file, to ``accelerator``, whose errors it raises."""
+        """Whether a copy goes from host memory, or from a file, to ``accelerator``. Raises as that property does."""
         return _is_host_to_device(self.accelerator, destination, source)
 
     def close(self) -> None:
         """Waits for what is in flight and gives back every pinned byte.
 
-        Idempotent. A closed object holds nothing; a later ``submit`` pins anew. In a fork of the process that
-        used it, nothing is done.
+        Idempotent. A closed object holds nothing; a later ``submit`` pins anew. Does nothing after a fork.
 
         Raises:
             Exception: What the accelerator reports while it is waited for. What could not be given
-                back stays pinned, and closing again tries again.
+                back stays pinned, and the next ``close`` tries again.
         """
 
     def __enter__(self) -> Self:
@@ -230,7 +229,7 @@ class HostToDeviceTransfer(ABC):
             return self._run(accelerator, destination.detach(), source, waits)
 
     def _run(self, accelerator: Accelerator, destination: Tensor, source: Any, waits: bool) -> InFlightCopy:
-        """One copy: a plain one within the host or the device, else the strategy's own, if it can make it."""
+        """Makes one copy: a plain one within the host or the device, else the strategy's own, if it can make it."""
         if isinstance(source, Tensor) and not _is_host_to_device(accelerator, destination, source):
             copy = finished_copy(accelerator, destination, source, self._counters)
             self._counters.add(copies=1, bytes=destination.nbytes)
@@ -261,11 +260,11 @@ class HostToDeviceTransfer(ABC):
         """
 
     def _submit_for_copy(self, destination: Tensor, source: Any) -> InFlightCopy:
-        """As ``_submit``, for ``copy``, which waits at once, so that the host has nothing else to do meanwhile."""
+        """As ``_submit``, for ``copy``: the host waits at once, so it has nothing else to do meanwhile."""
         return self._submit(destination, source)
 
     def _use(self, accelerator: Accelerator) -> None:
-        """From now on copies go to this accelerator; what is held belongs to the one before."""
+        """Sends copies to this accelerator from now on. What is held belongs to the one before, and is closed."""
         if self._accelerator is not None:
             self.close()
         self._accelerator = accelerator

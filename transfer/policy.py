@@ -14,13 +14,12 @@ from .accelerator_choice import AcceleratorChoice
 from .config_file import ConfigLike, resolve_config
 from .errors import MachineProfileWarning, warn_caller
 from .interface import HostToDeviceTransfer
-from .measured import MachineProfile, fastest
-from .measured.estimate import CANDIDATES
+from .measured import CANDIDATES, MachineProfile, fastest
 from .nvme import SwappedTensor
 from .registry import MEASURED, get_strategy
 from .strategies.pinned_direct import NOT_PAGE_LOCKED
 
-#: What reads files; it is not asked for tensors.
+#: The strategy that reads files; a rule or ``strategy`` that names it is passed over for tensors.
 NVME_SWAPPED = "nvme_swapped"
 #: Below this many bytes at the destination, the fixed cost of staging outweighs what it gains.
 SMALL_BYTES = 2**20
@@ -36,8 +35,8 @@ class Decision:
     Attributes:
         strategy: A registered name.
         reason: One sentence a user can act on.
-        instead_of: The strategy that a rule or ``strategy`` names and that cannot make this copy, or None.
-        is_expected: Whether that is only because the source is not prepared, which is worth no warning.
+        instead_of: The strategy that a rule or ``strategy`` names, where it cannot make this copy; else None.
+        is_expected: Whether the only reason is that the source is not prepared, which is worth no warning.
     """
 
     strategy: str
@@ -73,48 +72,46 @@ class TransferPolicy:
 
     def __init__(self, config: ConfigLike | None = None, accelerator: Accelerator | str | None = None) -> None:
         self.config = resolve_config(config)
-        self._choice = AcceleratorChoice(accelerator if accelerator is not None else self.config.accelerator)
+        #: Which accelerator the strategies copy to.
+        self.accelerator_choice = AcceleratorChoice(accelerator if accelerator is not None else self.config.accelerator)
         asked = self.config.strategy
-        #: The strategy that was asked for by name.
-        self._asked = asked if asked != MEASURED else None
+        self._asked = asked if asked != MEASURED else None  # the strategy that was asked for by name
         self._profile = MachineProfile.load() if asked == MEASURED else None
         self._profile_checked = asked != MEASURED
         self._strategies: dict[str, HostToDeviceTransfer] = {}
         self._lock = threading.RLock()
 
     def __repr__(self) -> str:
-        return f"TransferPolicy({self.config!r}, accelerator={self._choice.name!r})"
+        return f"TransferPolicy({self.config!r}, accelerator={self.accelerator_choice.name!r})"
 
     @property
     def strategies(self) -> tuple[HostToDeviceTransfer, ...]:
-        """Those that were asked for up to now."""
+        """Those that were made up to now."""
         return tuple(self._strategies.values())
 
     def strategy(self, name: str) -> HostToDeviceTransfer:
-        """The strategy of a name, with its section of the configuration; made when it is first asked for."""
+        """The strategy of this name, made with its section of the configuration when it is first needed."""
         found = self._strategies.get(name)
         if found is None:
             with self._lock:
                 found = self._strategies.get(name)
                 if found is None:
-                    made = get_strategy(name)(
-                        self.config.section(name), self._choice.given, fallback=self.config.fallback
-                    )
-                    found = self._strategies[name] = made
+                    make, section = get_strategy(name), self.config.section(name)
+                    found = make(section, self.accelerator_choice.given, fallback=self.config.fallback)
+                    self._strategies[name] = found
         return found
 
-    def select(self, destination: Tensor, source: Tensor | SwappedTensor, *, waits: bool = False) -> Decision:
-        """The strategy for one copy. Takes about ten microseconds and does not block.
+    def select(self, destination: Tensor, source: Tensor | SwappedTensor) -> Decision:
+        """The strategy that ``submit`` takes for a copy. Takes about ten microseconds and does not block.
 
         Args:
             destination: Any tensor.
             source: A tensor of the same shape, or values in a file.
-            waits: Whether the caller waits at once, as ``copy`` does.
 
         Raises:
             AcceleratorFailedError: The accelerator is unknown or not available here.
         """
-        return self.choose(self._choice.resolve(), destination, source, waits=waits)
+        return self.choose(self.accelerator_choice.resolve(), destination, source, waits=False)
 
     def choose(
         self,
@@ -125,7 +122,15 @@ class TransferPolicy:
         waits: bool,
         without: Collection[str] = (),
     ) -> Decision:
-        """As ``select``, on an accelerator that is known, and without strategies that the system has just refused."""
+        """As ``select``, for a resolved accelerator.
+
+        Args:
+            accelerator: The one that copies go to.
+            destination: As for ``select``.
+            source: As for ``select``.
+            waits: Whether the caller waits at once, as ``copy`` does.
+            without: Strategies that were just refused what they need.
+        """
         if isinstance(source, Tensor):
             if not accelerator.on_device(destination):
                 return Decision("pageable", f"The destination is not in the memory of {accelerator.name}.")
@@ -146,12 +151,12 @@ class TransferPolicy:
         return Decision(instead.strategy, reason, named.strategy, obstacle.startswith(NOT_PAGE_LOCKED))
 
     def preparing(self, source: Tensor | SwappedTensor) -> tuple[str, ...]:
-        """The strategies that may copy a source once it is prepared, and so are to prepare it.
+        """The strategies that are to prepare a source, as they may copy it once it is prepared.
 
         Raises:
             AcceleratorFailedError: The accelerator is unknown or not available here.
         """
-        accelerator = self._choice.resolve()
+        accelerator = self.accelerator_choice.resolve()
         if isinstance(source, SwappedTensor) or not accelerator.on_host(source):
             return ()
         chosen = {rule.use for rule in self.config.rules}
@@ -165,7 +170,7 @@ class TransferPolicy:
         return tuple(sorted(chosen))
 
     def _named(self, accelerator: Accelerator, destination: Tensor, source: Tensor | SwappedTensor) -> Decision | None:
-        """What the first rule that holds says, or ``strategy``; None where neither is for such a source."""
+        """The strategy of the first rule that holds, else of ``strategy``; None where neither takes such a source."""
         from_file = isinstance(source, SwappedTensor)
 
         def is_for(name: str) -> bool:
@@ -190,7 +195,7 @@ class TransferPolicy:
         waits: bool,
         without: Collection[str],
     ) -> Decision:
-        """What nothing in the configuration names."""
+        """The rows below the configuration's own: 2 to 5 of the class."""
         if isinstance(source, SwappedTensor):
             return Decision(NVME_SWAPPED, "The values are in a file, and are copied on while it is read.")
         profile = self._profile_of(accelerator) if destination.nbytes >= SMALL_PAGE_LOCKED_BYTES else None
@@ -208,7 +213,7 @@ class TransferPolicy:
         return Decision(name, reason)
 
     def _why_not(self, name: str, accelerator: Accelerator, destination: Tensor, source: Tensor) -> str | None:
-        """Why a row is passed over: it does not pay, or its strategy cannot make the copy."""
+        """Why a row is passed over: it does not pay off, or its strategy cannot make the copy."""
         if name == "pageable":
             return None
         size = destination.nbytes
@@ -223,7 +228,7 @@ class TransferPolicy:
     def _measured(
         self, profile: MachineProfile, destination: Tensor, source: Tensor, waits: bool, without: Collection[str]
     ) -> Decision | None:
-        """The fastest of the strategies that can make the copy; None where the profile knows nothing of such copies."""
+        """The fastest of the strategies that can make the copy; None where the profile has no times of such copies."""
         able = [
             name for name in CANDIDATES if name not in without and not self.strategy(name).why_not(destination, source)
         ]
@@ -238,7 +243,7 @@ class TransferPolicy:
         return None if choice is None else Decision(*choice)
 
     def _profile_of(self, accelerator: Accelerator) -> MachineProfile | None:
-        """The profile if it is this machine's; says once if it is not."""
+        """The profile, if it is of this machine; warns once if it is not."""
         if not self._profile_checked:
             self._profile_checked = True
             reason = "There is no profile of this machine yet; `h2d tune` measures it in a minute."

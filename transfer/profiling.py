@@ -1,4 +1,4 @@
-"""Named ranges, as profilers show them: torch's own, and the accelerator's (NVTX on CUDA)."""
+"""Named ranges in torch's profiler and in the accelerator's (NVTX on CUDA)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def named_range(accelerator: Accelerator | None, name: str) -> Iterator[None]:
     """Marks the block as ``h2d/<name>``. Costs a few microseconds.
 
     Args:
-        accelerator: Its ``range_push`` and ``range_pop`` are used where it has them, as DeepSpeed's
-            accelerators do; the protocol does not ask for them.
+        accelerator: Its ``range_push`` and ``range_pop`` are called where it has them, as DeepSpeed's
+            accelerators do. They are not part of the protocol.
         name: Such as ``"pinned_staged"``.
     """
     name = f"h2d/{name}"

@@ -12,9 +12,9 @@ from .errors import StrategyRegistrationError, UnknownStrategyError
 if TYPE_CHECKING:
     from .interface import HostToDeviceTransfer
 
-#: In place of a strategy's name: what a profile of the machine says is fastest.
+#: Used in place of a strategy's name: for each copy, the strategy that a profile of the machine says is fastest.
 MEASURED = "measured"
-#: Keys of ``TransferConfig``, beside which the section of each strategy stands; and what stands for a strategy.
+#: Names that no strategy may have: ``measured``, and the keys of ``TransferConfig`` beside the strategies' sections.
 RESERVED = frozenset({"accelerator", "strategy", "completion", "fallback", "rules", MEASURED})
 
 _registry: Registry[Any] = Registry("strategy", "transfer.strategies", StrategyRegistrationError, UnknownStrategyError)
@@ -43,7 +43,7 @@ def register_strategy(name: str, strategy: type[HostToDeviceTransfer]) -> None:
 
 
 def unregister_strategy(name: str) -> None:
-    """Undoes ``register_strategy``; an unknown name is fine."""
+    """Undoes ``register_strategy``; does nothing for an unknown name."""
     _registry.remove(name)
 
 
@@ -56,7 +56,7 @@ def get_strategy(name: str) -> type[HostToDeviceTransfer]:
     """The class registered under ``name``.
 
     Raises:
-        UnknownStrategyError: Nobody registered it; the nearest name is given.
+        UnknownStrategyError: No strategy has this name; the message gives the nearest one.
         StrategyRegistrationError: Two plug-ins claim it, one failed to load, or it is no strategy.
     """
     strategy: type[HostToDeviceTransfer] = _registry.get(name)
@@ -65,7 +65,7 @@ def get_strategy(name: str) -> type[HostToDeviceTransfer]:
 
 
 def explain_unknown_strategy(name: object) -> str:
-    """The sentence for a name that nobody registered, with the nearest one that somebody did."""
+    """The sentence for a name that is not registered, with the nearest one that is."""
     return _registry.explain_unknown(name)
 
 

@@ -1,4 +1,4 @@
-"""One transfer that routes every copy through a policy: what users and ZeRO-3 hold. Falling back lives here alone."""
+"""The transfer that routes each copy through a policy: what users and ZeRO-3 hold. Only this module falls back."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from accelerators import Accelerator
 
-from .config_file import ConfigLike, resolve_config
+from .config_file import ConfigLike
 from .errors import FallbackWarning, StrategyUnavailableError, warn_caller
 from .in_flight import InFlightCopy
 from .interface import HostToDeviceTransfer
@@ -20,31 +20,31 @@ from .stats import StrategyStats, merged
 
 logger = logging.getLogger("transfer")
 
-#: Different decisions that one transfer logs; sizes make many that differ in nothing else.
+#: How many decisions one transfer logs: there are as many as there are sizes.
 MOST_LOGGED = 32
 
 
 class RoutedTransfer(HostToDeviceTransfer):
     """Sends each copy to the strategy that its policy selects.
 
-    Where a strategy that was asked for cannot make a copy, or the system refuses what one needs, the copy falls back:
-    to the same strategy with a simpler configuration, if it has one, else to the policy's next. A ``FallbackWarning``
-    says so, once for each strategy; with ``fallback: false`` it is a ``StrategyUnavailableError``. The next copy
-    tries again.
+    A copy falls back where the strategy that was asked for cannot make it, or the system refuses what a strategy needs.
+    It then takes the same strategy with a simpler configuration, if there is one, else the policy's next. A
+    ``FallbackWarning`` says so, once for each strategy. With ``fallback: false``, the copy raises
+    ``StrategyUnavailableError`` instead. The next copy tries again.
 
     Each different decision is logged once, at level INFO, under the logger ``transfer``.
 
     Args:
-        policy: Selects strategies, and holds them.
-        accelerator: As for ``build_transfer``.
+        policy: Selects strategies, holds them, and knows the accelerator.
     """
 
     reads_swapped = True
 
-    def __init__(self, policy: TransferPolicy, accelerator: Accelerator | str | None = None) -> None:
-        super().__init__(None, accelerator, fallback=policy.config.fallback)
+    def __init__(self, policy: TransferPolicy) -> None:
+        super().__init__(fallback=policy.config.fallback)
         self.policy = policy
         self.config = policy.config
+        self._choice = policy.accelerator_choice
         self._simpler: dict[HostToDeviceTransfer, HostToDeviceTransfer] = {}
         self._logged: set[Decision] = set()
         self._warned: set[str] = set()
@@ -75,7 +75,7 @@ class RoutedTransfer(HostToDeviceTransfer):
     def close(self) -> None:
         if self._is_forked:
             return
-        with contextlib.ExitStack() as closing:  # closes every one of them, and raises an error after
+        with contextlib.ExitStack() as closing:  # closes all of them, then raises the first error
             for strategy in self._strategies:
                 closing.callback(strategy.close)
 
@@ -115,7 +115,7 @@ class RoutedTransfer(HostToDeviceTransfer):
         source: Any,
         waits: bool,
     ) -> InFlightCopy:
-        """Makes a copy for which a strategy was refused what it needs; nothing is written yet."""
+        """Makes a copy after the system has refused what a strategy needs. Nothing is written yet."""
         reason: str | None = str(error)
         while True:
             strategy._counters.add(passed_on=1)
@@ -174,6 +174,4 @@ def build_transfer(
     Raises:
         ConfigError: The configuration has mistakes, which are listed with their place.
     """
-    resolved = resolve_config(config)
-    accelerator = accelerator if accelerator is not None else resolved.accelerator
-    return RoutedTransfer(TransferPolicy(resolved, accelerator), accelerator)
+    return RoutedTransfer(TransferPolicy(config, accelerator))

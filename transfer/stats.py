@@ -1,4 +1,4 @@
-"""What each strategy has done: counted while it works, read through ``HostToDeviceTransfer.stats``."""
+"""Counts of what each strategy has done, read through ``HostToDeviceTransfer.stats``."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class StrategyStats:
     Attributes:
         copies: Copies that this strategy made.
         bytes: Bytes of their destinations.
-        pieces: Chunks that it cut them into.
-        wait_seconds: Seconds that the host was blocked for: waits for the device, and copies that block.
-        cast_seconds: Seconds that the host spent casting into staging buffers.
-        passed_on: Copies that were meant for it and that another strategy made and counted.
-        read_seconds: Seconds that the host waited for a file to be read.
+        pieces: Chunks of them.
+        wait_seconds: Seconds for which the host was blocked, by waits for the device and by copies that block.
+        cast_seconds: Seconds in which the host cast into staging buffers.
+        passed_on: Copies that this strategy was to make, and that another one made and counted.
+        read_seconds: Seconds for which the host waited for a file to be read.
     """
 
     copies: int = 0

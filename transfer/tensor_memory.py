@@ -1,4 +1,4 @@
-"""What a tensor is, and whether it has memory of its own."""
+"""Descriptions of tensors, and whether one has memory of its own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def describe(tensor: object) -> str:
 
 
 def storage_problem(tensor: Tensor) -> str | None:
-    """Why this tensor has no memory of its own that can be copied, as the end of a sentence, or None."""
+    """Why this tensor has no plain memory of its own, as the end of a sentence, or None."""
     if is_lazy(tensor):
         return "is an uninitialised parameter, without memory"
     if tensor.is_meta:

@@ -1,4 +1,4 @@
-"""What cannot be copied right is refused here, before anything is written."""
+"""Checks before a copy: a pair of tensors without one right result is refused."""
 
 from __future__ import annotations
 
@@ -36,17 +36,15 @@ def validate(destination: Tensor, source: Tensor | SwappedTensor) -> bool:
         ("source", source, (Tensor, SwappedTensor), " or a transfer.nvme.SwappedTensor"),
     ):
         if not isinstance(tensor, allowed):
-            raise NotATensorError(
-                f"the {role} must be a torch.Tensor{also}, not {type(tensor).__name__} "
-                f"(destination: {describe(destination)}; source: {describe(source)})"
-            )
+            problem = f"the {role} must be a torch.Tensor{also}, not {type(tensor).__name__}"
+            raise _invalid(problem, destination, source, NotATensorError)
     try:
         return _validate(destination, source)
     except TransferError:
         raise
     except (RuntimeError, ValueError, AssertionError) as error:
-        # Tensors that answer no questions about their memory: uninitialised, fake, inside vmap, ...
-        raise _invalid(f"a side has no memory of its own that could be copied: {error}", destination, source) from error
+        # Tensors that raise when asked about their memory: uninitialised, fake, inside vmap, ...
+        raise _invalid(f"a side has no memory of its own to copy: {error}", destination, source) from error
 
 
 def _validate(destination: Tensor, source: Tensor | SwappedTensor) -> bool:
@@ -57,15 +55,12 @@ def _validate(destination: Tensor, source: Tensor | SwappedTensor) -> bool:
     if destination.shape != source.shape:
         raise _invalid("the shapes differ, and nothing is broadcast", destination, source)
     if not _torch_copies(destination.dtype, source.dtype):
-        raise UnsupportedDtypeError(
-            f"no faithful copy from {source.dtype} to {destination.dtype}: both must be real floating-point "
-            f"dtypes that torch casts, or the same (destination: {describe(destination)}; source: {describe(source)})"
-        )
+        casts = "both must be real floating-point dtypes that torch casts, or the same"
+        problem = f"no faithful copy from {source.dtype} to {destination.dtype}: {casts}"
+        raise _invalid(problem, destination, source, UnsupportedDtypeError)
     if destination.is_inference() and not torch.is_inference_mode_enabled():
-        raise InferenceTensorError(
-            "the destination was made under torch.inference_mode() and cannot be updated outside it "
-            f"(destination: {describe(destination)}; source: {describe(source)})"
-        )
+        problem = "the destination was made under torch.inference_mode() and cannot be updated outside it"
+        raise _invalid(problem, destination, source, InferenceTensorError)
     if destination.numel() == 0:
         return False
     if overlaps_itself(destination):
@@ -79,8 +74,11 @@ def _validate(destination: Tensor, source: Tensor | SwappedTensor) -> bool:
     return True
 
 
-def _invalid(problem: str, destination: Tensor, source: Tensor | SwappedTensor) -> InvalidTensorError:
-    return InvalidTensorError(f"{problem} (destination: {describe(destination)}; source: {describe(source)})")
+def _invalid(
+    problem: str, destination: object, source: object, kind: type[TransferError] = InvalidTensorError
+) -> TransferError:
+    """The error that names both sides."""
+    return kind(f"{problem} (destination: {describe(destination)}; source: {describe(source)})")
 
 
 @functools.cache

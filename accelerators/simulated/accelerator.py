@@ -1,7 +1,7 @@
 """An accelerator without hardware: host memory posing as a device, with late copies.
 
 Any program can be tested against it on a machine without a GPU. What a real device does sometimes,
-it does always: a copy that was not waited for has not happened (see ``_late_queue``).
+it does always: a copy that was not waited for has not happened (see ``late_queue``).
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class SimulatedAccelerator:
         streams: False for an accelerator without streams (``Stream`` is None).
         events: False for an accelerator without events (``Event`` is None).
         maps_host_memory: Whether ``device_view`` may be used.
-        eager: Copies run at once when they are queued, and not as late as they may. Then what a copy reads
-            too early is wrong on every run: a source that was submitted before it had its final values.
+        eager: Copies run when they are queued, and not as late as possible. Then a copy that was submitted before
+            its source had its final values is wrong on every run.
         pin_limit_bytes: ``pin_empty`` and ``register_host_memory`` raise ``RuntimeError`` where
             more than this many bytes would be pinned, like a memlock limit. None: no limit.
     """

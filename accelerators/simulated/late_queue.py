@@ -106,13 +106,13 @@ class LateQueue:
         with self.lock:
             new = _Operation(copy=(destination, source), spans=(*_span(destination), *_span(source)))
             begin, end, read_begin, read_end = new.spans
-            before = self._closure([(stream, len(stream.operations))])
+            ordered = self._closure([(stream, len(stream.operations))])  # these run before the copy
             for other in self._streams:
                 if other is stream:
                     continue
-                for old in tuple(other.operations)[before.get(other, 0) :]:
+                for old in tuple(other.operations)[ordered.get(other, 0) :]:
                     old_begin, old_end, old_read_begin, old_read_end = old.spans
-                    # Cheap and generous first: there may be thousands of pairs.
+                    # The cheap check of whole spans first: there may be thousands of pairs.
                     if (
                         (begin < old_end and old_begin < end)
                         or (begin < old_read_end and old_read_begin < end)
@@ -178,7 +178,7 @@ class LateQueue:
     @staticmethod
     def _note_race(old: _Operation, new: _Operation) -> None:
         assert old.copy is not None  # noqa: S101 - for the type checker
-        assert new.copy is not None  # noqa: S101 - likewise
+        assert new.copy is not None  # noqa: S101 - for the type checker
         (old_written, old_read), (new_written, new_read) = old.copy, new.copy
         both_write = share_elements(new_written, old_written)
         if both_write or share_elements(new_written, old_read):

@@ -1,4 +1,4 @@
-"""Which addresses are special: the bookkeeping of pinned, registered and device memory."""
+"""Sets of memory: what is pinned, registered, or on the device."""
 
 from __future__ import annotations
 

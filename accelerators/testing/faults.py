@@ -1,4 +1,4 @@
-"""Faults: the calls that a program makes on an accelerator, counted, and one of them raising."""
+"""Faults: counts the calls that a program makes on an accelerator, and makes one of them raise."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from ..protocol import Accelerator
 
-#: For ``failing``: whichever method is called.
+#: For ``failing``: every method.
 ANY_METHOD = "*"
 
 #: The methods whose results have methods that count too, and what those are called.
@@ -47,9 +47,8 @@ def failing(
     """
     with ExitStack() as undo:
         faults = _Faults(method, error, range(after, after + times), undo)
-        getattr(
-            accelerator, method.partition(".")[0] if method != ANY_METHOD else "name"
-        )  # a misspelt name is an error
+        if method != ANY_METHOD:
+            getattr(accelerator, method.partition(".")[0])  # a misspelt name is an error
         faults.watch(accelerator)
         try:
             yield faults.calls

@@ -1,4 +1,4 @@
-"""What tests of accelerators and of strategies ask: what is here, and what memory holds."""
+"""Tools of tests of accelerators and strategies: skips, and what memory holds."""
 
 from __future__ import annotations
 

@@ -389,7 +389,7 @@ def test_a_close_with_copies_in_flight(root, simulated, closer):
 
 
 def test_a_destination_that_is_dropped_lives_as_long_as_its_copy(root, simulated):
-    """Else its memory is given to somebody else, while streams of ours still write to it."""
+    """Else other code is given its memory while streams of ours still write to it."""
     swapped = swap_out(values(3 * CHUNK), root)
     transfer = make(simulated)
     # A device whose queue keeps nothing alive, as a real one's does not.

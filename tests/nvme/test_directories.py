@@ -306,7 +306,7 @@ def test_what_is_not_ours_is_never_removed(root):
 
 @pytest.mark.slow
 def test_a_live_run_whose_lock_was_cleaned_away_keeps_its_values(root):
-    """As a drive is cleaned of files that nobody has touched for weeks."""
+    """A cleaner of drives deletes files that were not touched for weeks."""
     swapped = swap_out(torch.ones(3), root)
     for name in ("lock", "machine"):
         (swapped.path.parent / name).unlink()
@@ -456,7 +456,7 @@ def test_what_cannot_be_removed_is_logged_and_stops_no_write(root, monkeypatch, 
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="Only root can act as two users.")
 def test_two_users_share_a_root(root):
-    """Such as /local_nvme, which anybody may write to and where nobody may remove the other's files."""
+    """As in /local_nvme, where every user may write, and none may remove another's files."""
     root.mkdir()
     root.chmod(0o1777)
     for parent in root.parents:

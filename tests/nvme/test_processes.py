@@ -1,4 +1,4 @@
-"""Exits, forks and other processes: files go with their owner, and nobody else's are touched."""
+"""Exits, forks and other processes: files are deleted with their owner, and other files stay."""
 
 import textwrap
 
@@ -62,7 +62,7 @@ def test_ending_without_close_is_quiet(root, end, code, stderr):
 
 
 def test_ending_while_a_daemon_thread_reads(root):
-    """Whose copy nobody waits for; Python may end such a thread in the middle of torch, but the files are gone."""
+    """No thread waits for its copy. Python may end such a thread in the middle of torch, but the files are gone."""
     done = run(
         SLOW_READS
         + textwrap.dedent("""

@@ -1,4 +1,4 @@
-"""Files that are not what the handle says: damaged, replaced, changed, or somebody else's."""
+"""Files that are not what the handle says: damaged, replaced, changed, or of another program."""
 
 import itertools
 import os
@@ -25,7 +25,7 @@ from transfer import (
 
 @pytest.fixture
 def raw(tmp_path):
-    """A file as somebody else writes it: 40,000 bytes of 0 to 250, over and over."""
+    """A file of another program: 40,000 bytes of 0 to 250, over and over."""
     path = tmp_path / "theirs.bin"
     path.write_bytes(bytes(itertools.islice(itertools.cycle(range(251)), 40_000)))
     return path
@@ -140,7 +140,7 @@ def test_a_file_of_ours_taken_for_a_foreign_one(root):
 
 
 def refused(swapped, accelerator, match):
-    """Checks that a file is read by nobody, and that the transfer works on."""
+    """Checks that neither ``swap_in`` nor a transfer reads a file, and that the transfer works on."""
     with pytest.raises(SwapCorruptedError, match=match) as caught:
         nvme.swap_in(swapped)
     assert caught.value.filename == str(swapped.path)

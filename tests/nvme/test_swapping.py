@@ -293,7 +293,7 @@ def test_memory_is_what_the_configuration_says(root, chunk, buffers):
 
 
 def test_no_copy_waits_for_pageable_memory_or_casts_on_its_way(root, simulated):
-    """With ``cast: device`` the bytes cross as they are, out of pinned memory, and many are in flight."""
+    """With ``cast: device`` the bytes are copied as they are, out of pinned memory, and many are in flight."""
     swapped = swap_out(torch.ones(CHUNK * 4), root)
     crossings = []
     enqueue = simulated.enqueue_copy

@@ -134,7 +134,7 @@ def test_what_another_strategy_copies_is_passed_on(simulated):
         transfer.copy(empty(simulated), unprepared)
         large = empty(simulated, 2**19)
         transfer.copy(large, torch.zeros(2**19))
-        transfer.copy(torch.zeros(10), source)  # within the host: nobody's but pageable's
+        transfer.copy(torch.zeros(10), source)  # within the host: pageable's own
         assert counts(transfer.stats()) == {
             "pinned_direct": (1, 20, 4, 2),
             "pinned_staged": (1, 2**20, 1, 0),
@@ -152,7 +152,7 @@ def test_a_strategy_alone_counts_plain_copies_as_its_own(simulated):
         assert counts(transfer.stats()) == {"pinned_direct": (2, 40 + 20, 2, 0)}
 
 
-def test_a_refused_copy_is_counted_by_nobody(simulated):
+def test_a_refused_copy_is_not_counted(simulated):
     transfer = PinnedDirectTransfer(accelerator=simulated)
     with pytest.raises(StrategyUnavailableError):
         transfer.copy(empty(simulated), torch.zeros(10))

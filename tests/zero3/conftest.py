@@ -6,7 +6,7 @@ from tests.zero3 import cpu_adam_build
 from tests.zero3.stand_ins import COPY_BACK, SECTION, Engine, Stage3, SuperOffload, engine_of
 from transfer import zero3
 from transfer.zero3 import stage3
-from transfer.zero3.attached import attached
+from transfer.zero3.attachments import attachments
 
 
 def pytest_collection_modifyitems(items):
@@ -41,7 +41,7 @@ def _clean():
     destroy = Stage3.destroy
     yield
     zero3.uninstall()
-    for optimizer in attached.optimizers():
+    for optimizer in list(attachments._by_optimizer):
         zero3.detach(optimizer)
     for cls, original in originals.items():
         assert vars(cls)[COPY_BACK] is original, "a method is still replaced"

@@ -10,7 +10,7 @@ import torch
 from accelerators.simulated import SimulatedAccelerator
 from tests.zero3.stand_ins import COPY_BACK, Spy, Stage3, SuperOffload, copy_backs, engine_of
 from transfer import AttachError, TransferError, build_transfer, zero3
-from transfer.zero3.attached import attached
+from transfer.zero3.attachments import attachments
 
 
 def test_copy_backs_of_an_attached_engine_go_through_the_interface(simulated):
@@ -131,7 +131,7 @@ def test_destroying_the_engine_releases_the_buffers_first(simulated):
     optimizer.destroy()
     assert simulated.pinned_bytes == 0
     assert optimizer.calls[-1] == "destroy"
-    assert attached.get(optimizer) is None
+    assert attachments.get(optimizer) is None
     other, shared = Stage3(simulated), Stage3(simulated)
     zero3.attach(other, transfer)
     zero3.attach(shared, transfer)
@@ -232,14 +232,14 @@ def test_framework_wrappers_are_looked_through(simulated):
     assert copy_backs(spy) == [0.0]
 
 
-def test_somebody_elses_instance_patch_is_not_overwritten(simulated):
+def test_an_instance_patch_of_other_code_is_not_overwritten(simulated):
     optimizer = Stage3(simulated)
     optimizer._reassign_or_swap_out_partitioned_parameters = lambda sub_group_id: None
-    with pytest.raises(AttachError, match="replaced by somebody else"):
+    with pytest.raises(AttachError, match="replaced by other code"):
         zero3.attach(optimizer, Spy(simulated))
 
 
-def test_somebody_elses_wrapper_on_top_stays_and_ours_passes_on(simulated, monkeypatch):
+def test_a_wrapper_of_other_code_stays_and_ours_passes_on(simulated, monkeypatch):
     optimizer, spy = Stage3(simulated), Spy(simulated)
     zero3.attach(optimizer, spy)
     ours = Stage3._reassign_or_swap_out_partitioned_parameters
@@ -256,7 +256,7 @@ def test_somebody_elses_wrapper_on_top_stays_and_ours_passes_on(simulated, monke
     zero3.detach(optimizer)
 
 
-def test_a_patch_of_somebody_else_that_is_undone_does_not_lose_ours(simulated, monkeypatch):
+def test_a_patch_of_other_code_that_is_undone_does_not_lose_ours(simulated, monkeypatch):
     optimizer, spy = Stage3(simulated), Spy(simulated)
     with monkeypatch.context() as patched:
         patched.setattr(Stage3, COPY_BACK, lambda self, sub_group_id: None)

@@ -197,7 +197,7 @@ def test_two_engines_keep_their_copies_apart(simulated):
 
 
 class Looks(SteppingStage3):
-    """Somebody's subclass that looks at a partition after its copy-back."""
+    """A user's subclass that looks at a partition after its copy-back."""
 
     def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id):
         super()._reassign_or_swap_out_partitioned_parameters(sub_group_id)
@@ -212,7 +212,7 @@ def test_a_subclass_that_looks_right_after_a_copy_back_sees_it_finished(simulate
     assert optimizer.seen == [after(0), after(1), after(2)]
 
 
-def test_somebody_elses_wrapper_of_the_update_sees_finished_copies(simulated, optimizer, config):
+def test_a_wrapper_of_the_update_sees_finished_copies(simulated, optimizer, config):
     zero3.attach(optimizer, build_transfer(config, simulated))
     update, seen = SteppingStage3._optimizer_step, []
 
@@ -292,7 +292,7 @@ def test_a_monitor_that_fails_does_not_end_the_step(simulated, optimizer, caplog
 
 
 class ClampsAfterwards(SteppingStage3):
-    """Somebody's subclass that changes the master after the update, as weight clipping does."""
+    """A user's subclass that changes the master after the update, as weight clipping does."""
 
     def _optimizer_step(self, sub_group_id):
         super()._optimizer_step(sub_group_id)

@@ -8,14 +8,14 @@ import pytest
 from tests.zero3.stand_ins import COPY_BACK, SECTION, Engine, Spy, Stage3, chunk, copy_backs
 from transfer import ConfigError, zero3
 from transfer.zero3 import patching
-from transfer.zero3.attached import attached
+from transfer.zero3.attachments import attachments
 
 
 @pytest.mark.usefixtures("stand_ins", "engine")
 def test_uninstall_goes_on_after_a_close_that_fails(simulated, monkeypatch):
     zero3.install({"strategy": "pageable"})
     engines = [Engine(simulated) for _ in range(3)]
-    failed = attached.get(engines[1].optimizer).transfer
+    failed = attachments.get(engines[1].optimizer).transfer
     monkeypatch.setattr(failed, "close", lambda: (_ for _ in ()).throw(RuntimeError("lost device")))
     with pytest.raises(RuntimeError, match="lost device"):
         zero3.uninstall()
@@ -31,13 +31,13 @@ def test_a_mistake_in_the_environments_file_is_found_by_install(tmp_path, monkey
     monkeypatch.setenv("H2D_CONFIG", str(path))
     with pytest.raises(ConfigError, match="unknown key 'strategi'"):
         zero3.install()
-    assert attached.installed is None
+    assert attachments.installed is None
 
 
 def test_a_refused_install_installs_nothing():
     with pytest.raises(ConfigError):
         zero3.install({"strategy": "no such thing"})
-    assert attached.installed is None
+    assert attachments.installed is None
     assert not patching.active
 
 
@@ -71,7 +71,7 @@ def test_install_patches_deepspeeds_classes_and_uninstall_restores_them():
 def test_engines_made_after_install_are_attached_with_their_own_configuration(simulated):
     zero3.install()
     made = Engine(simulated, host_to_device_transfer=SECTION)
-    assert chunk(attached.get(made.optimizer).transfer) == 3
+    assert chunk(attachments.get(made.optimizer).transfer) == 3
     made.optimizer._reassign_or_swap_out_partitioned_parameters(0)
     assert made.optimizer.calls == [("unflatten", 0)]
     assert simulated.pinned_bytes == 12

@@ -17,7 +17,7 @@ from transfer import (
     build_transfer,
     zero3,
 )
-from transfer.zero3.attached import attached
+from transfer.zero3.attachments import attachments
 from transfer.zero3.stage3 import Stage3, SwapFile, buffers_of
 
 SWAPPED, IN_MEMORY = (0, 2), 1
@@ -154,7 +154,7 @@ def takes_no_files(transfer, error):
 @pytest.mark.parametrize("error", [NotATensorError("a file"), StrategyUnavailableError("no ring")], ids=repr)
 def test_a_transfer_that_takes_no_files_leaves_it_to_deepspeed(simulated, tmp_path, error, caplog):
     optimizer = make(simulated, tmp_path)
-    takes_no_files(attached.get(optimizer).transfer, error)
+    takes_no_files(attachments.get(optimizer).transfer, error)
     with caplog.at_level(logging.WARNING, logger="transfer"):
         optimizer.reset_swap_buffers()
     assert optimizer.values() == RESTORED
@@ -180,9 +180,9 @@ def test_a_caller_s_own_strategy_that_reads_no_files_leaves_it_to_deepspeed(simu
     assert "DeepSpeed's own code" in caplog.text
 
 
-def test_unless_nothing_may_stand_in(simulated, tmp_path):
+def test_without_fallback_a_refusal_is_raised(simulated, tmp_path):
     optimizer = make(simulated, tmp_path, {**STAGED, "fallback": False})
-    takes_no_files(attached.get(optimizer).transfer, StrategyUnavailableError("no ring"))
+    takes_no_files(attachments.get(optimizer).transfer, StrategyUnavailableError("no ring"))
     with pytest.raises(StrategyUnavailableError):
         optimizer.reset_swap_buffers()
 
@@ -191,7 +191,7 @@ def test_unless_nothing_may_stand_in(simulated, tmp_path):
 def test_an_error_on_the_way_leaves_nothing_in_flight(simulated, tmp_path, error):
     # Without a master in memory, whose copy is waited for at once, and with it what was queued before.
     optimizer = make(simulated, tmp_path, in_memory=[])
-    transfer, calls = attached.get(optimizer).transfer, []
+    transfer, calls = attachments.get(optimizer).transfer, []
     submit = transfer.submit
 
     def failing_at_the_third_file(destination, source):

@@ -116,7 +116,7 @@ def test_buffers_that_may_not_be_page_locked_are_copied_all_the_same(simulated, 
     assert transfer.stats()["pageable"].copies == 3  # so small ones gain nothing from staging
 
 
-def test_where_nothing_may_stand_in_the_engine_stays_as_it_was(simulated, optimizer):
+def test_without_fallback_the_engine_stays_as_it_was(simulated, optimizer):
     with (
         failing(simulated, "register_host_memory", OSError("no"), after=2, times=99),
         pytest.raises(StrategyUnavailableError, match="no"),

@@ -126,7 +126,7 @@ def test_only_deepspeeds_own_adam_whose_result_no_other_code_changes_is_cut(cpu_
     with monkeypatch.context() as patched:
         step = cpu_adam.step
         patched.setattr(cpu_adam, "step", functools.wraps(step)(lambda self: step(self)))
-        assert not can_tile(fresh()), "somebody's wrapper may change the result"
+        assert not can_tile(fresh()), "a user's wrapper may change the result"
     on_top = fresh()
     on_top.step = types.MethodType(functools.wraps(step)(lambda self: step(self)), on_top)
     torch.optim.lr_scheduler.LambdaLR(on_top, lambda _: 1.0)

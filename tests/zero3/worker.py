@@ -21,7 +21,7 @@ import accelerators
 from accelerators.simulated import SimulatedAccelerator
 from transfer import InFlightCopy, PinnedStagedTransfer, build_transfer, zero3
 from transfer.zero3 import patching, tiles
-from transfer.zero3.attached import attached
+from transfer.zero3.attachments import attachments
 
 STEPS = 3
 #: Masters here are small: let the update of the last one be cut all the same.
@@ -112,7 +112,7 @@ def train(spec, run, simulated, rank):
             simulated.adopt(partition)
     transfer = None
     if how == "install":
-        transfer = attached.get(stage3).transfer
+        transfer = attachments.get(stage3).transfer
     elif how == "attach":
         transfer = zero3.attach(engine, build_transfer(run.get("transfer")))
     elif how == "section":

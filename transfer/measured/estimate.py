@@ -1,8 +1,8 @@
 """Which strategy a machine profile expects to be fastest. Pure functions.
 
-`h2d tune` has timed each strategy at a few sizes. Between two sizes the seconds lie on a straight line, which is
-exact for a fixed cost and a rate. Beyond the largest size the last line goes on, and does not fall. Below the
-smallest size they are those of the smallest: too many, and for every strategy alike.
+`h2d tune` has timed each strategy at a few sizes. Between two sizes, seconds are interpolated on a straight line, which
+is exact for a fixed cost and a rate. Beyond the largest size the last line is extended, and does not fall. Below the
+smallest size, the smallest size's seconds are used, which is too many, but for every strategy.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from .profile import MachineProfile, StrategyTimes
 
-#: What `h2d tune` measures, and `strategy: measured` chooses from. Of equals, the first.
+#: What `h2d tune` measures and `strategy: measured` chooses from, the first of equals.
 CANDIDATES = ("pinned_direct", "pinned_staged", "pageable")
 #: Fields of a strategy's configuration on which its speed depends.
 _SETTINGS = ("chunk_elements", "buffers", "mapped")
@@ -38,15 +38,15 @@ def fastest(
     *,
     waits: bool,
 ) -> Choice | None:
-    """The candidate that holds the caller up for the shortest time; of equals, the first.
+    """The candidate that blocks the caller for the shortest time; of equals, the first.
 
-    * Where the caller waits at once, that is the whole copy.
-    * Where it waits after the optimizer has updated as many elements on the host, that is ``submit`` and what is
-      left of the copy after the update: ``host + max(0, total - host - update)``. Without a measured optimizer the
-      update counts as nothing. The last copy of a step has no update to hide behind; the others have.
+    * A caller that waits at once is blocked for the whole copy.
+    * A caller that waits after an update of as many elements on the host is blocked for ``submit`` and for what is
+      left of the copy after the update: ``host + max(0, total - host - update)``. Without a measured optimizer,
+      ``update`` is 0. This leaves out that no update hides the last copy of a step.
 
-    A strategy configured as it was measured has its own times. Configured otherwise, it has those of the first
-    configuration that was measured, and the reason says so. Takes about ten microseconds for sizes seen before.
+    A strategy whose configuration was not measured has the times of the first one that was, and the reason says so.
+    Takes about ten microseconds for sizes seen before.
 
     Args:
         profile: Of this machine.
@@ -57,7 +57,7 @@ def fastest(
         waits: Whether the caller waits at once, as in ``copy``.
 
     Returns:
-        None where the profile has no times: of no candidate, or not of dtypes of these sizes.
+        None where the profile has no times of any candidate, or none for dtypes of these sizes.
     """
     return _fastest(profile, tuple(candidates.items()), elements, source_dtype, destination_dtype, waits)
 

@@ -1,4 +1,4 @@
-"""What `h2d tune` has measured of a machine, from which ``estimate`` tells which strategy is fastest."""
+"""The measurements of one machine that `h2d tune` writes and ``estimate`` interpolates."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from .profile_file import load_profile, save_profile
 #: Raised whenever a file written before could be misread.
 FORMAT_VERSION: Literal[2] = 2
 
-#: What costs more memory or threads must gain this much.
+#: The least gain for which more memory or threads are worth it.
 WORTH_MORE = 0.02
-#: Speeds are shared out among ranks and grow with threads: beyond this factor they are others.
+#: Ranks share the link and the memory, and threads make the cast: a profile holds up to this factor in either.
 _SAME_WITHIN = 1.5
 
 
@@ -68,7 +68,7 @@ Count = Annotated[int, BeforeValidator(_count)]
 
 
 class Machine(ConfigModel):
-    """Which hardware was measured. Not the host's name: the nodes of a cluster may share a profile.
+    """The hardware that was measured, without the host's name, as the nodes of a cluster may share a profile.
 
     Attributes:
         accelerator: The name it is registered under.
@@ -108,9 +108,9 @@ class CopyTime(ConfigModel):
 
     Attributes:
         elements: Of the copy.
-        copy_seconds: Of ``copy``, at whose end the values are there.
-        submit_seconds: Of ``submit``, for which the host is held.
-        total_seconds: From ``submit`` until the values are there.
+        copy_seconds: Until ``copy`` returns.
+        submit_seconds: Until ``submit`` returns.
+        total_seconds: From ``submit`` until the destination holds the values.
     """
 
     elements: Count
@@ -124,7 +124,7 @@ class StrategyTimes(ConfigModel):
 
     Attributes:
         strategy: Its registered name.
-        settings: Those of its configuration on which its speed depends: ``chunk_elements``, ``buffers``, ``mapped``.
+        settings: The part of its configuration on which its speed depends: ``chunk_elements``, ``buffers``, ``mapped``.
         times: By rising ``elements``.
     """
 
@@ -141,10 +141,10 @@ class UpdateTime(ConfigModel):
 
 
 class Optimizer(ConfigModel):
-    """The optimizer on the host. A tile is large enough where its rate is that of the largest one.
+    """The optimizer on the host. A tile is large enough if its rate is that of the largest one.
 
     Attributes:
-        name: Which optimizer.
+        name: Its name.
         updates: By rising ``elements``.
     """
 
@@ -153,7 +153,7 @@ class Optimizer(ConfigModel):
 
 
 class DriveRate(ConfigModel):
-    """How fast ``threads`` read and write a file of each rank, in requests of ``request_bytes``: the slowest rank."""
+    """Rates of the slowest rank: ``threads`` of each rank read and write a file in requests of ``request_bytes``."""
 
     request_bytes: Count
     threads: Count
@@ -166,8 +166,7 @@ class Drive(ConfigModel):
 
     Attributes:
         file_system: Its type, such as ``ext4``.
-        direct: Whether the files were written and read past the page cache. False: these are not quite the drive's
-            own rates.
+        direct: Whether the files were written and read past the page cache. False: the rates include the cache's.
         rates: Every combination of threads and request that was measured.
     """
 
@@ -200,8 +199,8 @@ class MachineProfile(ConfigModel):
         measured: When and how.
         copies: Each strategy in each configuration that was tried, the configured one first.
         not_measured: Each strategy that could not copy here, and why, as one sentence.
-        optimizer: Behind whose updates a deferred copy hides; None: it was not measured.
-        drive: Where `h2d tune --nvme` was asked for.
+        optimizer: Its updates hide deferred copies. None: not measured.
+        drive: Measured by `h2d tune --nvme`; else None.
     """
 
     format_version: Literal[2] = FORMAT_VERSION
@@ -213,7 +212,7 @@ class MachineProfile(ConfigModel):
     drive: Drive | None = None
 
     def __hash__(self) -> int:
-        """Of the date alone: profiles are keys of caches that are asked in every copy."""
+        """Of the date alone: each copy looks its profile up in a cache."""
         return hash(self.measured.date)
 
     @classmethod
@@ -224,12 +223,12 @@ class MachineProfile(ConfigModel):
             path: The file; None: ``$H2D_PROFILE``, or else ``default_path()``.
 
         Returns:
-            The profile, or None where no file is named and nothing was measured yet.
+            The profile, or None if no file is named and the default one does not exist.
 
         Raises:
             ConfigFileNotFoundError: The file that was named does not exist.
-            ConfigFileError: It cannot be read.
-            ConfigError: It is not a profile; every mistake with file, line and key.
+            ConfigFileError: The file cannot be read.
+            ConfigError: The file is not a profile; lists every mistake with file, line and key.
         """
         return load_profile(cls, FORMAT_VERSION, path)
 
@@ -237,18 +236,18 @@ class MachineProfile(ConfigModel):
         """Writes the profile as YAML, whole or not at all; returns the file's name.
 
         Args:
-            path: As for ``load``. Folders on the way are made.
+            path: As for ``load``. Missing folders are made.
 
         Raises:
-            ConfigFileError: The file cannot be written; what stood there before is unchanged.
+            ConfigFileError: The file cannot be written. A file that was there before is unchanged.
         """
         return save_profile(self, path)
 
     def mismatch(self, accelerator: Accelerator) -> str | None:
         """One sentence on why this is not a profile of what this process runs on, or None if it is.
 
-        The hardware must be the same. The ranks of this host (``LOCAL_WORLD_SIZE``) share the link and the
-        host's memory, and torch's threads make the cast: either may differ by a factor of 1.5.
+        The hardware must be the same. The number of ranks on this host (``LOCAL_WORLD_SIZE``) and of torch's threads
+        may each differ by a factor of 1.5.
         """
         names = {"accelerator": accelerator.name, "device": device_name(accelerator), "cpu": cpu_model()}
         here = Machine(**names, cores=cores())

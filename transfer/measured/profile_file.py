@@ -62,7 +62,7 @@ def save_profile(profile: BaseModel, path: str | os.PathLike[str] | None = None)
     """As ``MachineProfile.save``."""
     named = path if path is not None else os.environ.get(ENVIRONMENT_VARIABLE, "").strip()
     try:
-        # Resolved, so that a link stays one and the file behind it is replaced.
+        # Resolved, so that the file behind a link is replaced, and not the link.
         file = Path(named or default_path()).expanduser().resolve()
         file.parent.mkdir(parents=True, exist_ok=True)
         _replace(file, _HEADER + profile_yaml(profile))
@@ -77,8 +77,8 @@ def profile_yaml(profile: BaseModel) -> str:
 
 
 def _replace(file: Path, text: str) -> None:
-    # Beside it, because a rename is atomic within one file system only; with the process id, because several
-    # may write at once; made anew, so that the permissions are those of any new file.
+    # Beside the file, because a rename is atomic only within one file system; named by process, because several
+    # may write at once; a new file, so that it has the permissions of new files.
     beside = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         with beside.open("w", encoding="utf-8") as stream:
@@ -93,7 +93,7 @@ def _replace(file: Path, text: str) -> None:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Block style, but flow style for the entries of lists that hold nothing but values."""
+    """Block style; flow style for list entries that hold only plain values."""
 
 
 def _entries(dumper: _Dumper, values: Any) -> yaml.Node:

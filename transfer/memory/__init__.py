@@ -1,1 +1,1 @@
-"""What strategies hold and cut: staging and scratch rings, page-locks, chunks, and how much the host has."""
+"""What strategies hold: staging and scratch rings, page-locks. Also chunks, and how much memory the host has."""

@@ -52,33 +52,36 @@ def paired_chunks(destination: Tensor, source: Tensor, chunk_elements: int) -> I
 
 
 def pairs_from(destination: Tensor, first: int, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields views of a destination from an element on, and the flat values that belong there, shaped alike."""
+    """Yields views of ``destination`` from element ``first`` on, each with its part of ``values`` in its shape.
+
+    Args:
+        destination: Of any strides.
+        first: Index of its first element, in logical order.
+        values: Flat.
+    """
     offset = 0
-    for view in views_of_range(destination, first, first + values.numel()):
+    for view in _views_of_range(destination, first, first + values.numel()):
         yield view, values.narrow(0, offset, view.numel()).view(view.shape)
         offset += view.numel()
 
 
-def views_of_range(tensor: Tensor, begin: int, end: int) -> Iterator[Tensor]:
-    """Yields views that hold the elements from ``begin`` to ``end``, in logical order, of any strides.
-
-    One view where the tensor has a flat one; else as few as its rows allow.
-    """
+def _views_of_range(tensor: Tensor, begin: int, end: int) -> Iterator[Tensor]:
+    """Yields views that hold the elements from ``begin`` to ``end``, in logical order: as few as the strides allow."""
     flat = _flat(tensor)
     if flat is not None:
         yield flat.narrow(0, begin, end - begin)
         return
     row = tensor.numel() // tensor.shape[0]
-    first, last = -(-begin // row), end // row  # rows that are there whole
+    first, last = -(-begin // row), end // row  # whole rows
     if first > last:  # all of it lies within one row
-        yield from views_of_range(tensor[last], begin - last * row, end - last * row)
+        yield from _views_of_range(tensor[last], begin - last * row, end - last * row)
         return
     if begin < first * row:
-        yield from views_of_range(tensor[first - 1], begin - (first - 1) * row, row)
+        yield from _views_of_range(tensor[first - 1], begin - (first - 1) * row, row)
     if first < last:
         yield tensor.narrow(0, first, last - first)
     if last * row < end:
-        yield from views_of_range(tensor[last], 0, end - last * row)
+        yield from _views_of_range(tensor[last], 0, end - last * row)
 
 
 def _flat(tensor: Tensor) -> Tensor | None:

@@ -26,7 +26,7 @@ class Threads:
         self.pool = ThreadPoolExecutor(number, thread_name_prefix="h2d-read")
 
     def open(self) -> None:
-        """The pool starts threads when it is given work."""
+        """Does nothing: the pool starts threads when it is given work."""
 
     def close(self) -> None:
         """Waits for the threads and ends them."""
@@ -39,9 +39,9 @@ HoldingT = TypeVar("HoldingT", bound=Holding)
 class Holdings:
     """Holdings by key, closed in the reverse order of their making.
 
-    A close has two steps, because it may be asked for in the middle of a copy, by a finalizer or a signal handler
-    of the same thread: ``request_close`` marks, and ``close_requested`` waits and gives back at the next point at
-    which nothing is half-done. What is marked is not used by a new copy. After a fork the child holds nothing.
+    A close has two steps, because a finalizer or a signal handler may ask for it in the middle of a copy of the same
+    thread. ``request_close`` marks. ``close_requested``, called between copies, waits and gives back. A new copy uses
+    nothing that is marked. After a fork the child holds nothing.
 
     Not thread-safe: its owner holds a lock around ``get`` and ``close_requested``.
     """
@@ -62,7 +62,7 @@ class Holdings:
         if key in self._held and key not in self.requested:
             held: HoldingT = self._held[key]
             return held
-        self._close(key)  # of a close that came inside the copy which asks for this one
+        self._close(key)  # marked by a close inside the copy that asks now
         self._process = os.getpid()
         made = make()
         self.requested.add(key)  # first, so that an interrupt at any point leaves nothing that is never closed

@@ -16,7 +16,7 @@ _LOCAL_RANKS = (
 
 
 def local_ranks() -> int:
-    """How many ranks of the job run on this host, as its launcher says; 1 where nobody says."""
+    """How many ranks of the job run on this host, as its launcher says; 1 without a launcher."""
     for name in _LOCAL_RANKS:
         value = os.environ.get(name, "")
         if value.isdecimal() and int(value) > 0:
@@ -46,7 +46,7 @@ def _host_bytes(meminfo: Path) -> int | None:
 
 
 def _groups(root: Path) -> list[tuple[Path, Path, Path]]:
-    """The control group's files: limit, usage and statistics. A limit may stand in any group above."""
+    """The files of the control group and of those above it, any of which may have a limit: limit, usage, statistics."""
     found = []
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)

@@ -9,11 +9,11 @@ from .staging_ring import StagingBuffer
 
 
 class OrdinaryMemory:
-    """Buffers used in turn by those who are done with each at once; a holding.
+    """Unpinned buffers, used in turn; a holding. No copy reads a buffer any more when its turn comes.
 
     Args:
-        num_bytes: Of each buffer.
-        buffers: How many.
+        num_bytes: Bytes of each buffer.
+        buffers: Number of buffers.
     """
 
     def __init__(self, num_bytes: int, buffers: int) -> None:

@@ -1,7 +1,7 @@
-"""Host storages page-locked in place: each once in the process, whoever asks, and never longer than it lives.
+"""Host storages page-locked in place: each once in the process, for all its owners, and no longer than it lives.
 
-An owner is any object that can be told from others. What an owner holds is known here alone, so that an
-interrupt at any point leaves nothing that nobody would give back.
+An owner is any hashable object. Only this module knows what an owner holds, so that an interrupt at any point loses
+no page-lock.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class PageLock:
     Attributes:
         address: Where the storage is.
         num_bytes: Its size.
-        owners: Who holds it; the last to leave unregisters it.
+        owners: What holds it; the last one to leave unregisters it.
     """
 
     def __init__(self, accelerator: Accelerator, storage: torch.UntypedStorage) -> None:
@@ -142,7 +142,7 @@ def page_lock(accelerator: Accelerator, tensor: Tensor, owner: object) -> PageLo
 
 
 def joined(accelerator: Accelerator, tensor: Tensor, owner: object) -> PageLock | None:
-    """As ``page_lock``, for a storage that somebody in this process has page-locked already; else None."""
+    """As ``page_lock``, for a storage that is page-locked in this process already; else None."""
     lock = find(accelerator, tensor)
     if lock is None:
         return None
@@ -155,7 +155,7 @@ def joined(accelerator: Accelerator, tensor: Tensor, owner: object) -> PageLock 
 
 
 def find(accelerator: Accelerator, tensor: Tensor) -> PageLock | None:
-    """The page-lock that covers a tensor, whoever holds it, or None."""
+    """The page-lock that covers a tensor, of any owner, or None."""
     lock = _locks.get(_key(accelerator, tensor))
     return lock if lock is not None and lock.covers(tensor) else None
 
@@ -179,12 +179,12 @@ def leave(lock: PageLock, owner: object) -> None:
 
 
 def stale() -> list[PageLock]:
-    """Locks whose storage has moved or was freed since: their addresses may be somebody else's now."""
+    """Locks whose storage has moved or was freed since: their addresses may belong to other memory now."""
     return [lock for lock in tuple(_locks.values()) if not lock.is_current]
 
 
 def give_back(lock: PageLock) -> None:
-    """Unregisters a stale lock, whoever holds it.
+    """Unregisters a stale lock for all its owners.
 
     Raises:
         Exception: As ``PageLock.unregister``.
@@ -218,7 +218,7 @@ class OwnedLocks:
     pinned_bytes = page_locked_bytes
 
     def open(self) -> None:
-        """Nothing is held before the first ``page_lock``."""
+        """Does nothing: the first ``page_lock`` takes the first lock."""
 
     def close(self) -> None:
         """Leaves all of them, and gives back what failed registrations have left."""
@@ -239,14 +239,14 @@ class OwnedLocks:
 
 
 class LeavingLock:
-    """A page-lock that its owner is to leave, as a holding: closing it does so."""
+    """A holding whose ``close`` makes the owner leave a page-lock."""
 
     def __init__(self, lock: PageLock, owned: OwnedLocks) -> None:
         self._lock = lock
         self._owned = owned
 
     def open(self) -> None:
-        """The lock is held already."""
+        """Does nothing: the lock is held already."""
 
     def close(self) -> None:
         """Waits for the owner's copies, and leaves."""
@@ -265,7 +265,7 @@ def _forget(lock: PageLock) -> None:
 
 
 def _storage_died(key: tuple[int, int], lock: PageLock) -> None:
-    with contextlib.suppress(BaseException):  # a finalizer has nobody to tell; `stale` finds it, and it is tried again
+    with contextlib.suppress(BaseException):  # a finalizer has no caller: `stale` finds the lock, to be tried again
         lock.unregister()
         if _locks.get(key) is lock:
             _locks.pop(key, None)

@@ -18,7 +18,7 @@ from ..stats import Counters
 
 
 class _Slot:
-    """A stream and the scratch buffer that nothing but this stream touches: its order is the guard."""
+    """A stream, and a scratch buffer that only this stream uses: the stream's order guards it."""
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
@@ -40,7 +40,7 @@ class ScratchRing:
         accelerator: Has streams and events.
         dtype: Of the values on the host, and of the scratch buffers.
         chunk_elements: Elements in each scratch buffer.
-        slots: How many.
+        slots: Number of slots.
         device_index: The device that copies go to.
         counters: Where chunks, and waits for copies, are counted.
     """
@@ -81,7 +81,7 @@ class ScratchRing:
             self._slots = [_Slot(accelerator.Stream()) for _ in range(self._number)]  # type: ignore[misc]  # has streams
 
     def allocate(self) -> BaseException | None:
-        """Allocates the scratch, which chunks need that cannot be copied right into the destination. Idempotent.
+        """Allocates the scratch, for chunks that cannot be copied straight into the destination. Idempotent.
 
         Returns:
             The error where memory is refused; no scratch is held then.
@@ -103,7 +103,7 @@ class ScratchRing:
     def session(self) -> Iterator[None]:
         """The block in which one copy is queued, after what is queued on the caller's current stream.
 
-        What an exception leaves queued, the next block waits for.
+        After an exception, the next block waits for what is queued.
         """
         self.settle()
         self._unsettled = True

@@ -29,12 +29,8 @@ class StagingBuffer:
         self._guards = ()
 
     def guard(self, *events: Any) -> None:
-        """Names the events after which the buffer may be written again."""
+        """Names the events after which the buffer may be written again; none where that is so now."""
         self._guards = events
-
-    def forget_guards(self) -> None:
-        """For when the device is known to be idle."""
-        self._guards = ()
 
 
 class StagingRing:
@@ -46,7 +42,7 @@ class StagingRing:
         accelerator: Pins the memory, and has events.
         dtype: What the buffers hold.
         chunk_elements: Elements in each buffer.
-        buffers: How many.
+        buffers: Number of buffers.
         device_index: The device that copies out of the ring go to.
         counters: Where chunks, waits and casts are counted.
     """
@@ -153,5 +149,5 @@ class StagingRing:
         if self._unsettled:
             self._accelerator.synchronize(self._device_index)
             for buffer in self._buffers:
-                buffer.forget_guards()
+                buffer.guard()
             self._unsettled = False

@@ -8,9 +8,8 @@
     transfer.copy(partition, swapped)               # file -> pinned memory -> device, all three at once
     master = nvme.swap_in(swapped)
 
-``file_format`` is the format, ``swap_directory`` whose files are whose, ``writing`` writes, ``open_swapped`` and
-``read_ahead`` read. The strategy that carries them on
-to a device is ``transfer/strategies/nvme_swapped.py``.
+``file_format`` has the format, ``swap_directory`` each process's directory, ``writing`` writes files, ``open_swapped``
+and ``read_ahead`` read them. The strategy that copies them to a device is ``transfer/strategies/nvme_swapped.py``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Host memory that files can be read into, and written from, without a copy in the kernel."""
+"""Host memory that files are read into and written from without a copy in the kernel."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def round_down(number: int, unit: int) -> int:
 def aligned_empty(num_bytes: int) -> Tensor:
     """Uninitialised, flat, aligned uint8 host memory, whatever the mode and the default device.
 
-    Of huge pages where the system has some to give. The kernel looks up each page that a drive writes to: with
+    Uses huge pages where the system has some. The kernel looks up each page that a drive writes to: with
     pages of 4 KiB, reads into memory that is not pinned reached two thirds of the drive's rate.
     """
     unit = _HUGE_PAGE_BYTES if num_bytes >= _HUGE_PAGE_BYTES else ALIGNMENT_BYTES
@@ -37,7 +37,7 @@ def aligned_empty(num_bytes: int) -> Tensor:
         memory = torch.empty(num_bytes + unit, dtype=torch.uint8, device="cpu")
         memory = memory.narrow(0, -memory.data_ptr() % unit, num_bytes)
     if unit == _HUGE_PAGE_BYTES and sys.platform == "linux":
-        # Advice: where it is not taken, nothing has changed.
+        # Advice: the system may ignore it.
         _libc().madvise(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(num_bytes), _MADV_HUGEPAGE)
     return memory
 

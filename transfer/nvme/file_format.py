@@ -42,7 +42,7 @@ _MAX_DESCRIPTION_BYTES = 2**16
 
 @dataclass(frozen=True)
 class Header:
-    """What a file of ours says of itself.
+    """The description in the header of a file.
 
     Attributes:
         dtype: Name of the values' dtype, without ``torch.``.
@@ -63,7 +63,7 @@ class Header:
         """The header of a file to be written, with the room that its checksums will take."""
         name = str(dtype).removeprefix("torch.")
         header = cls(name, tuple(shape), 0, checksum_bytes, secrets.token_hex(8))
-        # The offset is part of what it has to leave room for: the longest one is tried first.
+        # The description contains the offset: room is left for the longest one.
         longest = replace(header, offset_bytes=2**62)
         room = len(longest._described()) + longest.table_bytes + 8
         return replace(header, offset_bytes=round_up(room, ALIGNMENT_BYTES))
@@ -105,7 +105,7 @@ def read_header(descriptor: int, path: Path) -> Header:
     """The header of an open file of ours, checked against its own checksum.
 
     Raises:
-        SwapCorruptedError: It is no file of ours, of another version, or damaged.
+        SwapCorruptedError: It is not a file of ``swap_out``, has another version, or is damaged.
     """
     fixed = _pread(descriptor, _FIXED.size, 0)
     if len(fixed) < _FIXED.size or not fixed.startswith(MAGIC):
@@ -132,7 +132,7 @@ def read_header(descriptor: int, path: Path) -> Header:
 
 
 def _pread(descriptor: int, num_bytes: int, offset: int) -> bytes:
-    """The bytes, or fewer where the file ends: a system may give fewer than are there at a time."""
+    """The bytes, or fewer where the file ends. One call of the system may read fewer than there are."""
     found = b""
     while len(found) < num_bytes:
         more = os.pread(descriptor, num_bytes - len(found), offset + len(found))

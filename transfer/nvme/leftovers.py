@@ -1,7 +1,6 @@
-"""What runs that have ended left in a root: found by their locks, which the system gave back, and removed.
+"""Removes the directories of runs that have ended, whose locks the system has released.
 
-Nothing here waits, and nothing here can fail the call of a process that wants to write: what cannot be judged or
-removed costs space, and no values.
+Nothing here waits, and nothing here raises: a directory that cannot be judged or removed costs space, and no values.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from .mounts import is_local, machine
 
 logger = logging.getLogger("transfer")
 
-#: Of the directories of runs; with a dot before it while they are made.
+#: Prefix of the directories of runs; they have a dot before it while they are made.
 PREFIX = "h2d-swap-"
 #: The file that a run holds locked in its directory.
 LOCK = "lock"
 #: The file that names the run's machine.
 MACHINE = "machine"
-#: Others may have names that begin alike.
+#: The whole name: other directories may have the prefix too.
 _NAME = re.compile(rf"\.?{PREFIX}rank[0-9]+-pid[0-9]+-\w+")
 
 
@@ -38,7 +37,9 @@ def remove_leftovers(root: Path) -> None:
 
 
 def try_lock(descriptor: int) -> bool:
-    """Whether files can be locked here; the lock goes when the last copy of the descriptor is closed. Never waits.
+    """Locks a file; returns False where files cannot be locked. Does not wait.
+
+    Closing the last copy of the descriptor releases the lock.
 
     Raises:
         BlockingIOError: Another descriptor holds the lock.
@@ -57,7 +58,7 @@ def try_lock(descriptor: int) -> bool:
 
 
 def empty(path: Path) -> None:
-    """Removes all files but the lock, which tells the next process that the rest may go too."""
+    """Removes all files but the lock, by which the next process sees that it may remove the rest."""
     for each in path.iterdir():
         if each.name != LOCK and not each.is_dir():
             each.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Which machine this is, and what a file system is: its type, and whether others see it too."""
+"""The machine's name, and the type of a file system, which says whether other machines see it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""New files: their space is taken before anything is written, and a lack of it is explained."""
+"""New files, whose space is taken before anything is written."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def created(path: Path, num_bytes: int) -> Iterator[tuple[int, int | None]]:
         refuses that.
 
     Raises:
-        SwapSpaceError: What is free is less, on a file system that reserves nothing.
-        OSError: What the system says; ``not_written`` makes an error of ours of it. The file may exist then.
+        SwapSpaceError: Less is free, on a file system that cannot reserve space.
+        OSError: What the system raises, for ``not_written`` to explain. The file may exist then.
     """
     with contextlib.ExitStack() as closing:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -46,7 +46,7 @@ def not_written(error: OSError, what: str, path: Path, num_bytes: int) -> SwapEr
         error: What writing raised.
         what: What could not be done, as the beginning of a sentence.
         path: Of the file.
-        num_bytes: That it was to have.
+        num_bytes: Its intended size.
     """
     if error.errno in NO_ROOM and not isinstance(error, SwapError):
         return _no_room(error.errno, path, num_bytes)

@@ -27,7 +27,7 @@ def opened(path: Path, flags: int = 0) -> Iterator[int]:
     try:
         # Asked first: to open a pipe would block.
         if not stat.S_ISREG(os.stat(path).st_mode):  # noqa: PTH116 - as close to open as can be
-            raise SwapError(errno.EINVAL, "values are read from regular files, and this is none", str(path))
+            raise SwapError(errno.EINVAL, "values are read from regular files, and this is not one", str(path))
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
     except SwapError:
         raise

@@ -1,4 +1,4 @@
-"""Files of swapped values: opened, checked to be what the handle says, and read by ``preadv``."""
+"""Files of swapped values: opened, checked against their handle, and read by ``preadv``."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ class OpenFile:
             offset: Of the first byte. Where the file is read directly, it, the address and the length of ``memory``
                 are aligned.
             memory: Bytes to write to.
-            needed: So many of its bytes must come from the file; the rest may lie beyond its end.
+            needed: How many of its bytes must come from the file; the rest may lie beyond its end.
 
         Raises:
-            SwapError: The file cannot be read, or ends too early. The memory holds anything then.
+            SwapError: The file cannot be read, or ends too early. The memory is undefined then.
         """
         done = 0
         while done < needed:
-            # What a direct read that ended early has left begins anywhere, and comes through the page cache.
+            # A direct read that ended early leaves an unaligned rest, which is read through the page cache.
             direct = self._direct if done % ALIGNMENT_BYTES == 0 else None
             try:
                 got = os.preadv(self._descriptor if direct is None else direct, [memory[done:]], offset + done)
@@ -78,7 +78,7 @@ def open_swapped(swapped: SwappedTensor, direct: bool = True) -> Iterator[OpenFi
 
     Raises:
         SwapError: It cannot be opened.
-        SwapCorruptedError: It is too short; or it is one of ours and not the one that was written.
+        SwapCorruptedError: It is too short, or is not the file that ``swap_out`` wrote.
     """
     with opened(swapped.path) as descriptor:
         if swapped.stamp is not None:

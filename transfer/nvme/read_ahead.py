@@ -21,20 +21,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Values that are read at once.
+    """Values that are read into one buffer.
 
     Attributes:
         first: Index of the first value.
-        numel: How many.
         offset: Where reading begins in the file.
         length: Bytes to read.
-        skip: Of these, before the first value.
-        first_byte: Where the first value lies, counted from the first of all.
+        skip: How many of these bytes precede the first value.
+        first_byte: Byte offset of the first value from the first value of the file.
         num_bytes: Bytes of the values.
     """
 
     first: int
-    numel: int
     offset: int
     length: int
     skip: int
@@ -50,7 +48,7 @@ def plan_reads(
     Args:
         swapped: The values.
         capacity: Bytes of the memory that a chunk is read into; a multiple of the alignment.
-        checksums: To be compared, and so to be covered by chunks as a whole; none covers more than a chunk holds.
+        checksums: To be compared, so that each lies within one chunk; none covers more than a chunk holds.
         direct: Whether that memory is aligned, so that reads may go past the page cache.
 
     Returns:
@@ -75,8 +73,7 @@ def plan_reads(
         end = min(begin + payload, swapped.nbytes)
         offset = round_down(start + begin, ALIGNMENT_BYTES) if direct else start + begin
         length = (round_up(start + end, ALIGNMENT_BYTES) if direct else start + end) - offset
-        values = (start + begin - offset, begin, end - begin)
-        chunks.append(Chunk(begin // size, (end - begin) // size, offset, length, *values))
+        chunks.append(Chunk(begin // size, offset, length, start + begin - offset, begin, end - begin))
     return chunks, direct
 
 
@@ -86,29 +83,29 @@ def _covered(swapped: SwappedTensor, checksums: Checksums) -> int:
 
 
 class Reads(Protocol):
-    """Reads the chunks of one file. Made by ``reading``, which also ends it."""
+    """Reads the chunks of one file. Made and ended by ``reading``."""
 
     def start(self, chunk: Chunk, memory: memoryview) -> Callable[[], None]:
         """Begins to read a chunk.
 
         Args:
-            chunk: Which; in order.
+            chunk: The next one of the plan.
             memory: At least ``chunk.length`` bytes, which belong to the read until it is waited for.
 
         Returns:
-            Blocks until the chunk is there, and raises what reading it raised.
+            A function that blocks until the chunk is read, and raises what reading it raised.
         """
 
 
 class ReadAhead(Reads):
     """Reads on threads, several chunks at once.
 
-    Each thread takes the next task from one queue until the file is read. On fast drives, what bounds them is how
-    often they hand the interpreter's lock to each other: so there is one checksum for a task, no lock of its
-    own, and no operation of torch, each of which gives the interpreter's lock away too.
+    Each thread takes the next task from one queue until the file is read. On fast drives, handing the interpreter's
+    lock to each other bounds them. So a task has one checksum, no lock of its own, and no operation of torch, each of
+    which releases the interpreter's lock.
 
     Args:
-        file: What.
+        file: The file.
         request_bytes: The most that a thread asks the drive for at a time. A task is one request, or as many as one
             checksum covers.
         checksums: Compared where given.
@@ -125,7 +122,7 @@ class ReadAhead(Reads):
         self._workers: list[Future[None]] = []
 
     def start_workers(self, pool: ThreadPoolExecutor, threads: int) -> None:
-        """Lets so many threads of the pool read. Whatever ends it, ``drain`` is to follow."""
+        """Lets ``threads`` threads of the pool read. ``drain`` must follow, also after an exception."""
         for _ in range(threads):
             worker = start_on(pool, self._work)
             if worker is None:
@@ -162,7 +159,7 @@ class ReadAhead(Reads):
             except BaseException as caught:  # noqa: BLE001 - whatever it is, the copy has to end with it
                 error = caught
             task.done.put(error)
-        # Wakes the next worker: also one that an interrupt kept out of `_workers`.
+        # Wakes the next worker, including one that an interrupt kept out of `_workers`.
         self._tasks.put(None)
 
     def _read(self, task: _Task) -> None:
@@ -173,7 +170,7 @@ class ReadAhead(Reads):
             _check(self._file, self._checksums, chunk.first_byte + begin, task.memory[:needed])
 
     def drain(self) -> None:
-        """Blocks until nothing is being read; what has not begun is not read at all."""
+        """Blocks until nothing is being read. Tasks that have not begun are dropped."""
         self._stopped = True
         try:
             self._tasks.put(None)
@@ -186,7 +183,7 @@ class ReadAhead(Reads):
 
 
 class _Task(NamedTuple):
-    """What one thread reads and checks at a time: of a chunk, from a byte on, into its part of the memory."""
+    """What one thread reads and checks at a time: the bytes of a chunk from ``begin`` on, into ``memory``."""
 
     chunk: Chunk
     begin: int
@@ -197,7 +194,7 @@ class _Task(NamedTuple):
 class ReadWhole(Reads):
     """Reads in the calling thread, where one checksum covers more than a chunk holds.
 
-    All that it covers is read into memory of its own and checked; chunks are copied from there.
+    The values under one checksum are read into memory of this object and checked; chunks are copied from there.
     """
 
     def __init__(self, file: OpenFile, request_bytes: int, checksums: Checksums, swapped: SwappedTensor) -> None:
@@ -254,7 +251,7 @@ def reading(
     checked: bool,
     direct: bool = True,
 ) -> Iterator[tuple[Reads, list[Chunk]]]:
-    """Opens and checks a file, and plans its chunks. At the end of the block nothing is being read any more.
+    """Opens and checks a file, and plans its chunks. The end of the block waits until nothing is being read.
 
     Args:
         swapped: The values; at least one.

@@ -1,4 +1,4 @@
-"""``swap_in``: values come back from their file into a host tensor."""
+"""``swap_in``: reads values from their file into a host tensor."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def swap_in(swapped: SwappedTensor, *, checksums: bool = True, threads: int = 12
         A contiguous host tensor of the handle's shape and dtype.
 
     Raises:
-        NotATensorError: ``swapped`` is no handle.
-        SwapFileNotFoundError: The file is gone.
-        SwapCorruptedError: It is too short, is another file than was written, or its bytes have changed.
-        SwapError: It cannot be read.
+        NotATensorError: ``swapped`` is not a ``SwappedTensor``.
+        SwapFileNotFoundError: The file does not exist any more.
+        SwapCorruptedError: The file is too short, was replaced, or its bytes have changed.
+        SwapError: The file cannot be read.
         ValueError: ``threads`` is not positive.
     """
     if not isinstance(swapped, SwappedTensor):

@@ -1,7 +1,7 @@
-"""Whose swap files are whose: a directory for each process, locked while it lives.
+"""The directory of swap files of each process, locked while the process lives.
 
-Swap files are scratch. They are deleted with their handles and at the end of the process. What a killed process
-leaves behind is deleted by the next one that swaps out to the same place (``leftovers``).
+Swap files are scratch. They are deleted with their handles and at the end of the process. The next process that swaps
+out to the same place deletes what a killed process leaves behind (``leftovers``).
 
 A directory is made under a name that begins with a dot, locked, and renamed: a process that sees the final name
 also sees the lock. So no process waits for another one.
@@ -25,9 +25,9 @@ from ..errors import SwapFileNotFoundError, swap_error
 from .leftovers import LOCK, MACHINE, PREFIX, empty, remove_leftovers, try_lock
 from .mounts import machine
 
-#: Of the 255 bytes that a name may have: the rest is for what makes it unique.
+#: The part of a file's name that comes from the caller. A name may have 255 bytes; the rest makes it unique.
 _LABEL_CHARACTERS = 80
-#: A directory in the making can be taken for a leftover, between its creation and its lock. So often in a row: never.
+#: Between its creation and its lock, a new directory can be taken for a leftover; not so many times in a row.
 _ATTEMPTS = 100
 
 
@@ -42,7 +42,7 @@ class SwapDirectory:
     def __init__(self, path: Path, lock: int) -> None:
         self.path = path
         self._numbers = itertools.count()
-        # In reverse order of creation at exit, and so after the files.
+        # Finalizers run in reverse order of creation at exit, so this one runs after those of the files.
         weakref.finalize(self, _remove, path, lock, os.getpid())
 
     def new_path(self, name: str | None) -> Path:
@@ -56,7 +56,7 @@ class SwapDirectory:
 
 
 class OwnedFile:
-    """A file that is deleted when this object goes, by ``delete``, or at the end of the process that made it."""
+    """A file that is deleted with this object, by ``delete``, or at the end of the process that made it."""
 
     def __init__(self, path: Path, directory: SwapDirectory) -> None:
         self._path = path
@@ -169,7 +169,7 @@ def _unlink(path: Path, process: int) -> None:
 
 
 def _start_afresh() -> None:
-    """In a forked child: it swaps out to a directory of its own; the parent's lock must not outlive the parent."""
+    """Runs in a forked child, which gets a directory of its own: the parent's lock must not outlive the parent."""
     global _guard
     _guard = threading.RLock()
     for lock in _locks:

@@ -25,17 +25,17 @@ from .swap_directory import OwnedFile, absolute
 class SwappedTensor:
     """Values in a file, which any transfer takes in place of a tensor in host memory.
 
-    ``swap_out`` returns one whose file belongs to it: the file is deleted with the last reference to the
-    handle, by ``delete``, and when the process ends. ``from_file`` makes one for a file of another
-    program, which stays. A handle that was pickled works in another process while the file is there, and owns nothing.
+    ``swap_out`` returns a handle that owns its file: the file is deleted with the last reference to the
+    handle, by ``delete``, and when the process ends. ``from_file`` returns one that owns nothing, for a file of
+    another program. A pickled handle works in another process while the file exists, and owns nothing.
 
     Attributes:
         path: The file.
         dtype: Of the values.
         shape: Of the values, which lie in C order without gaps, in this machine's byte order.
         offset_bytes: Where in the file they begin.
-        checksums: Of a file of ours, unless it was written without.
-        stamp: What a file of ours says of itself, to tell it from one that took its place.
+        checksums: Of a file of ``swap_out``, unless it was written without.
+        stamp: The random stamp of a file of ``swap_out``, which tells it from a file that took its place.
     """
 
     path: Path
@@ -52,8 +52,8 @@ class SwappedTensor:
     ) -> SwappedTensor:
         """Points at a file that another program wrote, such as DeepSpeed's ``.swp`` files.
 
-        Nothing in such a file says what it holds, so dtype, shape and offset are taken on trust; that it is long
-        enough is checked now and whenever it is read.
+        Nothing in such a file says what it holds, so dtype, shape and offset are trusted. Its length is checked now
+        and at each read.
 
         Args:
             path: An existing file. It may be longer than the values.
@@ -123,10 +123,10 @@ class SwappedTensor:
 
 
 def check_dtype(dtype: object) -> None:
-    """Refuses what has no plain values.
+    """Checks that values of ``dtype`` can lie in a file.
 
     Raises:
-        UnsupportedDtypeError: ``dtype`` is not a torch dtype, or its values do not lie in memory as they are.
+        UnsupportedDtypeError: ``dtype`` is not a torch dtype, or has no plain values.
     """
     name = str(dtype).removeprefix("torch.")
     # Quantized; bits without a meaning; and u?int1 to 7, which torch has no copy of.

@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def start_on(pool: ThreadPoolExecutor, call: Callable[[], T]) -> Future[T] | None:
-    """As ``pool.submit``; None at a limit of threads, and at the end of the process: the call is not made then."""
+    """As ``pool.submit``; None, without the call, where no thread can be started: at a limit, or at the exit."""
     once = _Once(call)
     try:
         pool.submit(once)
@@ -21,7 +21,7 @@ def start_on(pool: ThreadPoolExecutor, call: Callable[[], T]) -> Future[T] | Non
 
 
 def run_on(pool: ThreadPoolExecutor, call: Callable[[], T]) -> Future[T]:
-    """As ``start_on``; blocks for the call itself where it would give None."""
+    """As ``start_on``; makes the call in this thread where ``start_on`` would return None."""
     future = start_on(pool, call)
     if future is None:
         here = _Once(call)

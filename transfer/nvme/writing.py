@@ -1,4 +1,4 @@
-"""``swap_out``: values go into a file that is there whole, or not at all."""
+"""``swap_out``: writes values to a file, whole or not at all."""
 
 from __future__ import annotations
 
@@ -36,29 +36,29 @@ def swap_out(
 ) -> SwappedTensor:
     """Writes values to a file of their own. Blocks until they are on the drive, and synced.
 
-    The space is taken first, so a full drive is an error before anything is written. The file appears under its
-    name when it is whole: whatever happens, there is all of it or nothing, and files written before stay as they are.
+    The space is taken first, so a full drive is an error before anything is written. The file gets its name when it
+    is whole. After an error there is no file, and files written before are unchanged.
 
     Args:
         tensor: Any dense tensor of plain values, of any strides; one that is not contiguous, or not in host
             memory, is copied as a whole first.
-        directory: Where. Each process has a directory of its own in it (mode 0700), which goes with the process.
-            Made if it is missing.
+        directory: The root of swap files; made if it is missing. Each process has its own directory in it (mode 0700),
+            which is deleted with the process.
         name: Becomes part of the file's name. Any text; two calls with the same text make two files.
-        checksums: Whether reads can notice bytes that have changed since.
-        threads: How many write at once. Each takes 4 MiB of memory.
+        checksums: Whether checksums are written, by which reads notice changed bytes.
+        threads: Threads that write at once. Each takes 4 MiB of memory.
         checksum_bytes: Bytes of values under each checksum: a multiple of 4096.
 
     Returns:
-        The handle that the file belongs to: see ``SwappedTensor``.
+        The handle that owns the file: see ``SwappedTensor``.
 
     Raises:
         SwapSpaceError: There is no room, or the process's limit of file sizes is lower.
-        SwapError: The directory or file cannot be written; the subclass says which.
-        NotATensorError: ``tensor`` is none.
-        InvalidTensorError: It has no values of its own: meta, sparse, nested, quantized.
+        SwapError: The directory or file cannot be written; the subclass says why.
+        NotATensorError: ``tensor`` is not a ``torch.Tensor``.
+        InvalidTensorError: The tensor has no plain memory: meta, sparse, nested, quantized.
         UnsupportedDtypeError: Its dtype has no plain values.
-        ValueError: ``threads`` is less than 1, or ``checksum_bytes`` no multiple of 4096.
+        ValueError: ``threads`` is less than 1, or ``checksum_bytes`` is not a multiple of 4096.
     """
     _check(tensor, threads, checksum_bytes)
     own = swap_directory(directory)
@@ -134,7 +134,7 @@ class _Values:
         self.request_bytes = round_up(CHECKSUM_BYTES, header.checksum_bytes or ALIGNMENT_BYTES)
 
     def write(self, begin: int) -> list[int]:
-        """Writes the values from a byte on, as many as one request takes; returns their checksums."""
+        """Writes the values of one request, which begin at byte ``begin``; returns their checksums."""
         length = min(self.request_bytes, len(self._bytes) - begin)
         padded = round_up(length, ALIGNMENT_BYTES)
         memory = self._thread_memory().numpy()
@@ -163,7 +163,7 @@ class _Values:
                 if error.errno not in NOT_DIRECT:
                     raise
                 self._direct = None
-        _write_whole(self._descriptor, buffer, offset)  # what a short write has left, too
+        _write_whole(self._descriptor, buffer, offset)  # all of it, or what a short write has left
 
 
 def _write_whole(descriptor: int, buffer: memoryview, offset: int) -> None:
@@ -173,7 +173,7 @@ def _write_whole(descriptor: int, buffer: memoryview, offset: int) -> None:
 
 
 def _sync_directory(path: Path) -> None:
-    """Makes the new name last; a system that cannot open directories syncs them by itself."""
+    """Makes the new name durable; a system that cannot open directories syncs them by itself."""
     with contextlib.suppress(PermissionError, IsADirectoryError):
         descriptor = os.open(path, os.O_RDONLY)
         try:

@@ -1,1 +1,1 @@
-"""What every YAML file of ours is checked with: models, fields, lines, and sentences about mistakes."""
+"""Checks of YAML files: models, field types, line numbers, and sentences about mistakes."""

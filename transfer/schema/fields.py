@@ -1,4 +1,4 @@
-"""Field types of configurations, for strategies of your own too: counts, sizes in bytes, dtypes, names."""
+"""Field types of configurations, also for your own strategies: counts, sizes in bytes, dtypes, names."""
 
 from __future__ import annotations
 
@@ -21,10 +21,6 @@ _UNITS = {
     "GB": 10**9,
 }
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)")
-#: Larger than any use, small enough to catch a slip.
-MAX_CHUNK_ELEMENTS = 2**30
-MAX_BUFFERS = 64
-MAX_THREADS = 256
 
 
 def refuse(reason: str) -> PydanticCustomError:
@@ -32,16 +28,21 @@ def refuse(reason: str) -> PydanticCustomError:
     return PydanticCustomError("h2d", "{reason}", {"reason": reason})
 
 
-def _whole(value: Any, what: str, example: int, largest: int) -> int:
-    if type(value) is not int:
-        number = _as_number(value)
-        hint = f"write it out: {number}" if number is not None else f"such as {example}"
-        if isinstance(value, str) and _SIZE.fullmatch(value):
-            hint = f"this counts {what}, not bytes, and takes no unit: {hint}"
-        raise refuse(f"expected a whole number of {what}; {hint}")
-    if not 1 <= value <= largest:
-        raise refuse(f"expected from 1 to {largest} {what}")
-    return value
+def _count_of(what: str, example: int, largest: int) -> BeforeValidator:
+    """Allows whole numbers from 1 to ``largest``."""
+
+    def check(value: Any) -> int:
+        if type(value) is not int:
+            number = _as_number(value)
+            hint = f"write it out: {number}" if number is not None else f"such as {example}"
+            if isinstance(value, str) and _SIZE.fullmatch(value):
+                hint = f"this counts {what}, not bytes, and takes no unit: {hint}"
+            raise refuse(f"expected a whole number of {what}; {hint}")
+        if not 1 <= value <= largest:
+            raise refuse(f"expected from 1 to {largest} {what}")
+        return value
+
+    return BeforeValidator(check)
 
 
 def _as_number(value: Any) -> int | None:
@@ -53,14 +54,6 @@ def _as_number(value: Any) -> int | None:
     except ValueError:
         return None
     return int(number) if number.is_integer() else None
-
-
-def _elements(value: Any) -> int:
-    return _whole(value, "elements", 2**24, MAX_CHUNK_ELEMENTS)
-
-
-def _buffers(value: Any) -> int:
-    return _whole(value, "buffers", 2, MAX_BUFFERS)
 
 
 def parse_size(value: Any) -> int:
@@ -94,10 +87,6 @@ def _dtype(value: Any) -> torch.dtype:
     return found
 
 
-def _threads(value: Any) -> int:
-    return _whole(value, "threads", 8, MAX_THREADS)
-
-
 def _directory(value: Any) -> str:
     if not isinstance(value, str | os.PathLike) or not str(value).strip() or "\0" in str(value):
         raise refuse("expected the path of a directory")
@@ -116,7 +105,7 @@ def one_of(*choices: str) -> BeforeValidator:
 
 
 def left_out(value: Any) -> str:
-    """The end of a sentence about a value that stands for a default."""
+    """A hint for values that are meant as the default; empty for others."""
     return " Leave the key out for the default." if value in ("auto", "default") else ""
 
 
@@ -126,10 +115,11 @@ def _flag(value: Any) -> bool:
     return value
 
 
-#: A whole number of elements, at least 1.
-Elements = Annotated[int, BeforeValidator(_elements)]
+# The largest counts are larger than any use, and small enough to catch a slip.
+#: A whole number of elements, from 1 to 2^30.
+Elements = Annotated[int, _count_of("elements", example=2**24, largest=2**30)]
 #: A whole number of buffers, from 1 to 64.
-BufferCount = Annotated[int, BeforeValidator(_buffers)]
+BufferCount = Annotated[int, _count_of("buffers", example=2, largest=64)]
 #: A size in bytes, as a number or with a unit. None only as a default: a user must write a value.
 SizeBytes = Annotated[int | None, BeforeValidator(parse_size)]
 #: A torch dtype, by name. None only as a default.
@@ -137,6 +127,6 @@ DtypeName = Annotated[Any, BeforeValidator(_dtype), PlainSerializer(lambda dtype
 #: True or false, and nothing that merely looks like it. None only as a default.
 Flag = Annotated[bool | None, BeforeValidator(_flag)]
 #: A whole number of threads, from 1 to 256.
-ThreadCount = Annotated[int, BeforeValidator(_threads)]
+ThreadCount = Annotated[int, _count_of("threads", example=8, largest=256)]
 #: A directory; ``~`` stands for the home directory. None only as a default.
 Directory = Annotated[str | None, BeforeValidator(_directory)]

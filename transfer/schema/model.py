@@ -1,4 +1,4 @@
-"""Base of the configuration models, and how one is made from what a user gives."""
+"""Bases of the configuration models."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class StrategyConfig(ConfigModel):
     """Base of every strategy's own configuration; has no fields."""
 
     def simpler(self) -> Self | None:
-        """What needs less, to be tried where the system refuses what this needs; None: there is nothing."""
+        """A configuration that needs less, to be tried where the system refuses this one; None if there is none."""
         return None
 
 

@@ -25,7 +25,7 @@ _EXPECTED = {
     "tuple_type": "a list",
     "list_type": "a list",
 }
-#: The kinds of pydantic's errors that are told in words of our own.
+#: The kinds of pydantic's errors for which there is a sentence here.
 UNDERSTOOD = frozenset({"extra_forbidden", "missing", *_EXPECTED})
 
 

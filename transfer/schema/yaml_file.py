@@ -1,4 +1,4 @@
-"""A YAML file as plain values, with the line of each: so that every later mistake has its place."""
+"""A YAML file as plain values, and the line of each, which later messages show."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def read_yaml(path: str | os.PathLike[str]) -> tuple[Any, dict[Location, int], s
     Raises:
         ConfigFileNotFoundError: There is no such file.
         ConfigFileError: It cannot be read.
-        ConfigError: It is not YAML, has duplicate keys, or keys that are no text.
+        ConfigError: It is not YAML, has duplicate keys, or keys that are not text.
     """
     try:
         file = Path(path).expanduser()
@@ -68,7 +68,7 @@ def read_yaml(path: str | os.PathLike[str]) -> tuple[Any, dict[Location, int], s
 def _walk(
     node: Any, path: Location, lines: dict[Location, int], problems: list[ConfigProblem], file: str, seen: set[int]
 ) -> None:
-    """Notes the line of each key and list entry, and keys that are no text or stand twice."""
+    """Notes the line of each key and list entry, and keys that are not text or duplicate."""
     if id(node) in seen:  # an alias: its lines are those of its anchor
         return
     seen.add(id(node))

@@ -21,7 +21,7 @@ class BufferedTransfer(HostToDeviceTransfer):
     """A strategy whose threads take turns, as they share what is in ``_held``.
 
     Subclasses write ``_submit``, within ``_turn``. A submit from inside another one of the same thread (a signal
-    handler, a finalizer) raises ``TransferBusyError``; a close from there is done when the outer one ends.
+    handler, a finalizer) raises ``TransferBusyError``. A close from there takes effect when the outer submit ends.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class BufferedTransfer(HostToDeviceTransfer):
             self._close_requested()
 
     def _close_requested(self) -> None:
-        """Gives back what is marked; later, where that is asked for in the middle of a copy of this thread."""
+        """Closes what is marked; in the middle of a copy of this thread, the end of its turn does that."""
         if self._busy:
             return
         try:
@@ -67,7 +67,7 @@ class BufferedTransfer(HostToDeviceTransfer):
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
-        """The block in which buffers are taken and used; afterwards, what was marked meanwhile is given back."""
+        """The block in which one copy or ``prepare`` uses what is held; at its end, what was marked is closed."""
         with self._lock:
             if self._busy:
                 raise TransferBusyError(
@@ -82,7 +82,7 @@ class BufferedTransfer(HostToDeviceTransfer):
                 if self._held.requested:
                     self._held.close_requested()
             except BaseException:
-                with contextlib.suppress(Exception):  # what stays held, the next close tries again
+                with contextlib.suppress(Exception):  # the next close tries again
                     self._held.close_requested()
                 raise
             finally:

@@ -54,7 +54,7 @@ def _request_bytes(value: Any) -> int:
 
 #: Where values are cast.
 Cast = Annotated[str, one_of("device", "host")]
-#: What reads files: there is one way.
+#: What reads files; ``posix`` is the only one.
 Reader = Annotated[str, BeforeValidator(_reader)]
 #: A size in bytes that is a multiple of 4096.
 RequestBytes = Annotated[int, BeforeValidator(_request_bytes)]
@@ -65,15 +65,14 @@ class NvmeSwappedConfig(StrategyConfig):
 
     Attributes:
         path: The directory that ``NvmeSwappedTransfer.swap_out`` writes to. Reading needs none.
-        chunk_elements: fp32 elements that each buffer holds: a chunk, of which one is copied, one cast and the
-            others read at the same time.
-        buffers: How many.
+        chunk_elements: fp32 elements in each buffer. At any time one chunk is copied, one is cast, and others are read.
+        buffers: Number of buffers.
         cast: Where the values are cast: ``device`` or ``host``.
         pinned: Whether files are read into pinned memory. False: into ordinary memory, which torch copies from.
-        reader: ``posix``, the system's ``preadv``: the one there is.
-        threads: How many read at once.
-        request_bytes: The most that a thread asks the drive for at a time; a multiple of 4096.
-        checksums: Whether files are written with checksums, and those that have some are compared with them.
+        reader: ``posix``, the system's ``preadv``; the only one.
+        threads: Threads that read at once.
+        request_bytes: The most that a thread reads in one call; a multiple of 4096.
+        checksums: Whether ``swap_out`` writes checksums, and reading compares those that a file has.
     """
 
     renamed: ClassVar[Mapping[str, str]] = {"block_bytes": "request_bytes"}
@@ -115,10 +114,10 @@ class NvmeSwappedTransfer(BufferedTransfer):
     With ``cast: device``, the bytes of the file are copied as they are into device scratch and cast there: the host
     only reads, and checks the checksums. With ``cast: host``, and on accelerators without streams, the host casts
     into pinned staging buffers. Without pinned memory (``pinned: false``, accelerators that pin none, destinations on
-    the host) the values are copied as torch does it.
+    the host), torch copies the values.
 
-    ``submit`` blocks while the file is read; the last ``buffers`` chunks are in flight when it returns, and
-    the file may change or go then. Every chunk is checked before any of it is used: where a file is damaged, the
+    ``submit`` blocks while the file is read. When it returns, the last ``buffers`` chunks are in flight, and the file
+    may be changed or deleted. Every chunk is checked before any of it is used: where a file is damaged, the
     destination holds old values from there on. Pins ``Config.pinned_bytes`` for each device; where that or the scratch
     is refused, ``submit`` raises ``StrategyUnavailableError``. Threads take turns.
     """
@@ -192,7 +191,7 @@ class NvmeSwappedTransfer(BufferedTransfer):
             started = time.perf_counter()
             for pair in pairs_from(destination, first, values):
                 accelerator.enqueue_copy(*pair)
-            finish_stream(accelerator, stream, index)  # the memory is read into again, and may be copied from late
+            finish_stream(accelerator, stream, index)  # before the next chunk is read into the same memory
             self._counters.add(pieces=1, wait_seconds=time.perf_counter() - started)
 
         with accelerator.stream(stream):
@@ -211,8 +210,8 @@ class NvmeSwappedTransfer(BufferedTransfer):
 
         Args:
             source: The file.
-            acquire: Memory for the next chunk, once nothing reads it any more.
-            deliver: Sends the values from an element on, which are in such memory, on their way.
+            acquire: Gives memory for the next chunk, once no copy reads it any more.
+            deliver: Copies one chunk: takes the index of its first element, its values, and the memory they are in.
             direct: Whether the memory is aligned, so that reads may go past the page cache.
         """
         config = self.config
@@ -245,7 +244,7 @@ class NvmeSwappedTransfer(BufferedTransfer):
                 deliver_next()
 
     def _ring(self, destination: Tensor, dtype: torch.dtype) -> StagingRing:
-        """Pinned memory: to read into, of bytes; to cast into, of the destination's dtype."""
+        """Pinned memory for one device: of bytes, to read into, or of the destination's dtype, to cast into."""
         accelerator, config, index = self._accelerator, self.config, destination.device.index
 
         def make() -> StagingRing:

@@ -15,7 +15,7 @@ class PageableTransfer(HostToDeviceTransfer):
     source that is not pinned or has another dtype, torch casts into a host temporary of the whole
     destination and copies that without overlap.
 
-    Pins nothing. Source access: during ``submit``. ``submit`` blocks until the copy is done.
+    Pins nothing. Reads the source during ``submit``, which blocks until the copy is done.
     """
 
     name = "pageable"

@@ -65,14 +65,14 @@ class PinnedDirectTransfer(BufferedTransfer):
 
     The source must be contiguous and readable by the device: pinned when it was made, or page-locked in place by
     ``prepare``, which blocks for 50 to 300 ms a GiB, once for each storage however many views of it are
-    prepared. It is given back when the storage is freed, by ``unprepare`` and by ``close``. A tensor
-    whose storage was replaced since is a new source.
+    prepared. The page-lock is given back when the storage is freed, by ``unprepare`` and by ``close``. A tensor whose
+    storage was replaced since is a new source.
 
     Where the accelerator maps host memory, ``submit`` lets one kernel read and cast all of it. Otherwise, and in
     ``copy``, chunks are copied as they are into device scratch and cast there: ``Config.scratch_bytes(source.dtype)``
     of device memory for each device and source dtype.
 
-    Source access: until ``wait`` or ``release_source`` has returned; until then the copy keeps source
+    Reads the source until ``wait`` or ``release_source`` has returned; until then the copy keeps source
     and destination alive. ``submit`` does not block. Threads take turns.
     """
 
@@ -103,7 +103,7 @@ class PinnedDirectTransfer(BufferedTransfer):
         if not self.config.page_lock or source.numel() == 0 or not accelerator.on_host(source):
             return
         with self._lock:
-            if self._busy:  # a hint in the middle of a copy of this thread, which is let go
+            if self._busy:  # in the middle of a copy of this thread: the hint is dropped
                 return
             with self._turn():
                 locks = self._locks()

@@ -43,8 +43,8 @@ class PinnedStagedTransfer(BufferedTransfer):
     again only after the event of the copy that read it.
 
     Pins ``Config.pinned_bytes(dtype)`` for each dtype and device of the destinations it has seen,
-    at the first copy to them; where that is refused, ``submit`` raises ``StrategyUnavailableError``. Source access:
-    during ``submit``. ``submit`` blocks while the host casts and for buffers in use; the last ``buffers`` chunks are
+    at the first copy to them; where that is refused, ``submit`` raises ``StrategyUnavailableError``. Reads the source
+    during ``submit``, which blocks while the host casts and while buffers are in use; the last ``buffers`` chunks are
     in flight when it returns. Threads take turns.
     """
 

@@ -25,16 +25,16 @@ from .streams import Ordering
 
 
 class TransferConformance(SameBits, WritesNothingElse, Refuses, Lifetimes, CleanFailures, Ordering):
-    """The whole contract of a strategy. Subclass it, give the hooks, and pytest runs it.
+    """The whole contract of a strategy. Subclass it, define the hooks, and pytest runs it.
 
     Hooks: ``accelerator_name`` or ``make_accelerator``, and ``make_transfer``. Make the transfer with
     chunks of a few hundred elements, so that its buffers refill often in the tests here, or set
     ``several_chunks`` to a number of fp32 elements that needs each buffer more than once. A
     ``FallbackWarning`` fails a test, unless the accelerator lacks events or pinning.
 
-    Where the strategy raises ``StrategyUnavailableError`` for the plainest copy to this accelerator, one test says
-    that it had said so (``why_not``) and wrote nothing; the others are skipped with its sentence. So is a test of a
-    copy that it cannot make.
+    Where the strategy raises ``StrategyUnavailableError`` for the simplest copy to this accelerator, one test checks
+    that ``why_not`` had a reason and nothing was written. The others are skipped with that reason, and so is each test
+    of a copy that the strategy cannot make.
 
     The parts may be subclassed alone, for a strategy's other options: ``SameBits``, ``WritesNothingElse``,
     ``Refuses``, ``Lifetimes``, ``CleanFailures``, ``Ordering``.

@@ -1,4 +1,4 @@
-"""What a subclass of the conformance suite gives, and the values the tests use."""
+"""What subclasses of the conformance suite define, and the values that the tests use."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def random_bits(numel: int, seed: int) -> Tensor:
 def host_source(
     accelerator: Accelerator, transfer: HostToDeviceTransfer, values: Tensor, kind: str
 ) -> Iterator[Tensor]:
-    """The values in host memory of one of ``KINDS``. What is pinned is given back, once the device is idle."""
+    """The values in host memory of one of ``KINDS``; at the end of the block, pinned memory is given back."""
     if kind == "prepared":
         skip_without(accelerator, "registers_host_memory")
     memory = accelerator.pin_empty(*values.shape, dtype=values.dtype) if kind == "pinned" else torch.empty_like(values)
@@ -67,7 +67,7 @@ def host_source(
 
 
 def read(accelerator: Accelerator, tensor: Tensor) -> Tensor:
-    """A host copy of what ``tensor`` holds now: ``copy`` was to wait for it, so nothing may change afterwards."""
+    """A host copy of what ``tensor`` holds now. ``copy`` has waited, so nothing may be written afterwards."""
     now = tensor.detach().cpu().clone()
     assert torch.equal(bits(fetch(accelerator, tensor)), bits(now)), "something was written after copy had returned"
     return now
@@ -81,7 +81,7 @@ class Hooks:
     #: Elements that need every buffer of the transfer more than once.
     several_chunks: int = 1103
 
-    #: Why the strategy cannot serve an accelerator, or None, by the accelerator's name; for each subclass its own.
+    #: Why a subclass's strategy cannot serve an accelerator, or None; by the subclass and the accelerator's name.
     _refusals: ClassVar[dict[tuple[type, str], str | None]] = {}
 
     def make_accelerator(self, config: pytest.Config) -> Accelerator:
@@ -95,14 +95,14 @@ class Hooks:
         return self.make_accelerator(pytestconfig)
 
     @pytest.fixture(autouse=True)
-    def _no_stand_in(self, accelerator: Accelerator) -> None:
-        """A strategy that gives up where it could run would pass as ``pageable``: that is an error."""
+    def _no_fallback(self, accelerator: Accelerator) -> None:
+        """A strategy that falls back where it could copy would pass as ``pageable``: that is an error."""
         lacks = accelerator.capabilities.why_not("events", "pins_host_memory") is not None
         # pytest takes this back at the end of each test.
         warnings.filterwarnings("ignore" if lacks else "error", category=FallbackWarning)
 
     @pytest.fixture(autouse=True)
-    def _serves(self, request: pytest.FixtureRequest, accelerator: Accelerator, _no_stand_in: None) -> None:
+    def _serves(self, request: pytest.FixtureRequest, accelerator: Accelerator, _no_fallback: None) -> None:
         """Where the strategy cannot serve an accelerator, one test says so, and the others are skipped."""
         key = (type(self), accelerator.name)
         if key not in self._refusals:
@@ -118,13 +118,13 @@ class Hooks:
                 transfer.copy(accelerator.device_empty(8, dtype=torch.float32), torch.zeros(8))
             except StrategyUnavailableError as error:
                 return str(error)
-            except Exception:  # noqa: BLE001 - the tests will meet it too, and show it
+            except Exception:  # noqa: BLE001 - the tests raise it too, and show it
                 return None
         return None
 
     @pytest.fixture
     def transfer(self, accelerator: Accelerator) -> Iterator[HostToDeviceTransfer]:
-        """The strategy under test. A test of a copy that it cannot make, and says so, is skipped."""
+        """The strategy under test. A test is skipped if it submits a copy for which ``why_not`` has a reason."""
         transfer = self.make_transfer(accelerator)
         submit = transfer.submit
 

@@ -19,7 +19,7 @@ from ..errors import FallbackWarning, StrategyUnavailableError, TransferError
 from ..interface import HostToDeviceTransfer
 from ._hooks import DTYPES, GUARD, KINDS, Hooks, host_source, read
 
-#: Methods without whose help a copy may still be made; an exception from any other must reach the caller.
+#: Methods without which a copy may still be made. An exception from any other must reach the caller.
 MAY_DO_WITHOUT = (
     "pin_empty",
     "unpin_memory",
@@ -40,9 +40,9 @@ each_error = pytest.mark.parametrize(
 
 
 class CleanFailures(Hooks):
-    """Contract, point 5: every call that a copy or a close makes on the accelerator raises once, one after the other.
+    """Contract, point 5: each call that a copy or a close makes on the accelerator raises, in one run of the test each.
 
-    What is counted and fails is any public method of the accelerator, its events and its streams.
+    Calls are those of the public methods of the accelerator, its events and its streams.
     """
 
     @each_error

@@ -1,4 +1,4 @@
-"""When the source may be changed or freed, and when pinned memory is given back."""
+"""Source lifetime, and release of pinned memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Lifetimes(Hooks):
 
     @pytest.fixture
     def _collects_quickly(self) -> Iterator[None]:
-        """A collection looks at what the test has made alone, and not at all that was ever imported."""
+        """Keeps everything that was made before the test out of garbage collections."""
         gc.freeze()
         yield
         gc.unfreeze()

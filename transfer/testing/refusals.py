@@ -1,4 +1,4 @@
-"""What cannot be right is refused before anything is written."""
+"""Invalid copies are refused before anything is written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What belongs to one attached ZeRO-3 optimizer: its transfer, what was prepared, and the copies in flight."""
+"""The state of one attached ZeRO-3 optimizer: its transfer, what was prepared, and the copies in flight."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Attachment:
 
     Attributes:
         transfer: Makes the copies.
-        config: Of a transfer that was built for this attachment, and is closed on detach; else None.
+        config: The configuration of a transfer that was built for this attachment, and is closed on detach; else None.
         by_install: Whether ``install`` attached it.
         engine: The DeepSpeed engine where it is known, for its monitor.
-        plan: Of the step that is under way, at whose end every copy is waited for; None between steps.
+        plan: The plan of the step that is under way; None between steps.
     """
 
     transfer: HostToDeviceTransfer
@@ -43,7 +43,7 @@ class Attachment:
 
     @property
     def deferred(self) -> bool:
-        """Whether waits may be put off to the end of a step; so they are for a strategy on its own."""
+        """Whether waits may be put off to the end of a step; True for a strategy used alone, which has no such key."""
         return getattr(self.transfer.config, "completion", "deferred") == "deferred"
 
     def partitions(self, stage3: Stage3, sub_group_id: int) -> tuple[Any, Any] | None:
@@ -57,10 +57,9 @@ class Attachment:
         return pair if pair is not None and self.transfer.is_host_to_device(*pair) else None
 
     def prepare(self, stage3: Stage3, sub_group_id: int, master: Any) -> None:
-        """Prepares what the copy-backs of a sub-group leave from.
+        """Prepares the memory that the copy-backs of a sub-group read.
 
-        That is the master itself, once for each storage that it is given, and place where that is; for one on
-        NVMe it is DeepSpeed's swap buffers.
+        That is the master, again whenever its storage is replaced or moves; for one on NVMe, DeepSpeed's swap buffers.
         """
         storage = master.untyped_storage()
         address = storage.data_ptr()
@@ -68,7 +67,7 @@ class Attachment:
         if known is not None and known[0]() is storage and known[1] == address:
             return
         if stage3.overrides_step:
-            return  # such an optimizer moves its masters, and what is page-locked must not move
+            return  # such an optimizer moves its masters, and page-locked memory must not move
         if stage3.is_swapped(sub_group_id):
             self._swap_buffers.prepare(stage3)
             return
@@ -98,19 +97,19 @@ class Attachment:
         """Blocks until every copy that was submitted is finished.
 
         Raises:
-            Exception: The first error that waiting met; every other copy has been waited for.
+            Exception: The first error of a wait; every other copy has been waited for.
         """
         if self._interrupted:  # there may be a copy that is not in the list
             self.transfer.drain()
             self._interrupted = False
-        with contextlib.ExitStack() as waiting:  # all of them, and the first error after
+        with contextlib.ExitStack() as waiting:  # all of them, then the first error
             for entry in reversed(self._in_flight):
                 waiting.callback(entry[1].wait)
         self._in_flight.clear()
 
     @contextlib.contextmanager
     def finishing(self) -> Iterator[None]:
-        """Waits at the end of the block for every copy, also after an error, which is then the one that is raised."""
+        """Calls ``finish`` at the end of the block, also after an error, which then wins over one of ``finish``."""
         try:
             yield
         except BaseException:
@@ -127,7 +126,7 @@ class Attachment:
         Raises:
             Exception: The first error of these; each of them has been tried.
         """
-        with contextlib.ExitStack() as closing:  # from the last to the first
+        with contextlib.ExitStack() as closing:  # finish, close, unprepare
             closing.callback(self.unprepare, stage3)
             if close or self.config is not None:
                 closing.callback(self.transfer.close)

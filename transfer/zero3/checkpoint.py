@@ -4,9 +4,9 @@
 each sub-group for that (master, both moments, gradients) and writes it out again, for the one copy of the master. What
 else it leaves behind is done here too: gradients kept in memory are gone, and ``grad`` is None.
 
-That holds while no swap buffer is in use. One is, where gradients or a sub-group are on their way to or from
-the disk: then, as where anything is not as known of DeepSpeed 0.16 to 0.19, DeepSpeed's own code runs, and for
-every sub-group, as its pipelined swapper reads ahead of the one that it is asked for.
+DeepSpeed's own code runs instead, for every sub-group, while a swap buffer is in use (gradients or a sub-group are on
+their way to or from the disk), and where anything differs from DeepSpeed 0.16 to 0.19. For every sub-group, because
+its pipelined swapper reads ahead of the one that it is asked for.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any
 from ..errors import NotATensorError, StrategyUnavailableError
 from ..nvme import SwappedTensor
 from . import stage3
-from .attached import attached
 from .attachment import Attachment
+from .attachments import attachments
 from .patching import Patch
 from .stage3 import Stage3
 
@@ -29,7 +29,7 @@ logger = logging.getLogger("transfer")
 
 def reset(original: Callable[..., Any]) -> Callable[..., Any]:
     def patched(optimizer: Any) -> Any:
-        attachment, view = attached.find(optimizer), Stage3(optimizer)
+        attachment, view = attachments.find(optimizer), Stage3(optimizer)
         masters = None if attachment is None else _masters(view, attachment)
         if attachment is None or not masters:
             return original(optimizer)
@@ -57,7 +57,7 @@ PATCHES: dict[str, Patch] = {stage3.RESET: reset}
 
 
 def _masters(view: Stage3, attachment: Attachment) -> dict[int, tuple[Any, SwappedTensor]] | None:
-    """The low-precision partition and the master's file of each swapped sub-group; None: one cannot be read so."""
+    """The low-precision partition and the master's file of each swapped sub-group; None if one has no such pair."""
     if view.overrides_step or view.uses_buffers:
         return None
     masters: dict[int, tuple[Any, SwappedTensor]] = {}

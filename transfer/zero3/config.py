@@ -1,4 +1,4 @@
-"""Where ZeRO-3 finds its configuration: argument > environment > DeepSpeed config > defaults."""
+"""ZeRO-3's configuration: argument > environment > DeepSpeed config > defaults."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..schema.problems import format_value
 #: Top-level key of a DeepSpeed config that holds our section, or the path of a YAML file with it.
 SECTION = "host_to_device_transfer"
 
-#: What a user who does not remember the key might write, and DeepSpeed would ignore.
+#: Keys that a user might write instead, and that DeepSpeed would ignore.
 _SHORT_FORMS = ("h2d", "h2d_transfer", "host_to_device", "transfer")
 
 logger = logging.getLogger("transfer")
@@ -26,7 +26,7 @@ def config_for_engine(argument: ConfigLike | None, deepspeed_config: Mapping[str
     """The configuration for one engine.
 
     Args:
-        argument: What the caller gave; wins over everything else.
+        argument: The caller's; wins over everything else.
         deepspeed_config: The DeepSpeed config as a mapping; empty where it is not known.
 
     Raises:
@@ -36,7 +36,7 @@ def config_for_engine(argument: ConfigLike | None, deepspeed_config: Mapping[str
     """
     _refuse_partial_nvme(deepspeed_config)
     if SECTION not in deepspeed_config:
-        _refuse_near_misses(deepspeed_config)
+        _refuse_misspelt_section(deepspeed_config)
     if argument is not None:
         return resolve_config(argument)
     section = deepspeed_config.get(SECTION)
@@ -63,7 +63,7 @@ def _refuse_partial_nvme(deepspeed_config: Mapping[str, Any]) -> None:
         raise ConfigError([ConfigProblem("zero_optimization.offload_optimizer.ratio", message)])
 
 
-def _refuse_near_misses(deepspeed_config: Mapping[str, Any]) -> None:
+def _refuse_misspelt_section(deepspeed_config: Mapping[str, Any]) -> None:
     for key in deepspeed_config:
         if isinstance(key, str) and (key in _SHORT_FORMS or nearest(key, [SECTION], cutoff=0.8)):
             raise ConfigError([ConfigProblem(key, f"unknown key of the DeepSpeed config; did you mean {SECTION!r}?")])

@@ -3,11 +3,11 @@
 ``attach(engine)`` serves one engine, ``install()`` every engine that the process makes, also through
 Accelerate, the HF Trainer or Lightning. Both are idempotent and undone by ``detach`` and ``uninstall``.
 
-What is replaced is one copy: after the CPU optimizer has updated a sub-group, its fp32 master partition on the host
+One copy is replaced: after the CPU optimizer has updated a sub-group, its fp32 master partition on the host
 goes to its low-precision partition on the device. DeepSpeed's method for it has had the same name and body from 0.16 to
-0.19; SuperOffload overrides it, so it is replaced in each class that defines it. Where the copy is not one from host to
-device, DeepSpeed's own code runs. ``step`` says what else of a step is replaced, so that waits may be left to its end;
-``checkpoint``, what is done after a checkpoint was loaded; ``stage3``, what DeepSpeed calls all of this.
+0.19. SuperOffload overrides it, so it is replaced in each class that defines it. Where the copy is not one from host to
+device, DeepSpeed's own code runs. ``step`` has the other patches of a step, which move the waits to its end;
+``checkpoint``, the one for loading a checkpoint; ``stage3``, DeepSpeed's private names.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from ..errors import AttachError
 from ..interface import HostToDeviceTransfer
 from ..routing import build_transfer
 from . import checkpoint, patching, stage3, step
-from .attached import Installed, attached
 from .attachment import Attachment
+from .attachments import Installed, attachments
 from .config import config_for_engine
 from .patching import Patch
 from .stage3 import Stage3
 
 
 def attach(engine: Any, transfer: HostToDeviceTransfer | ConfigLike | None = None) -> HostToDeviceTransfer:
-    """Lets every copy-back of one ZeRO-3 engine go through ``transfer``.
+    """Makes every copy-back of one ZeRO-3 engine through ``transfer``.
 
-    Attaching again with the same transfer changes nothing; with another one replaces it. When the
-    engine is destroyed, the transfer is closed, so that nothing stays pinned; it can be used again.
-    Starts the accelerator, to see which copies go from host to device.
+    Attaching again with the same transfer changes nothing; another transfer replaces it. Destroying the engine
+    closes the transfer, so that nothing stays pinned; it can be used again. Blocks while masters are prepared
+    (page-locked). Starts the accelerator, to see which copies go from host to device.
 
     Args:
         engine: A DeepSpeed engine, its ZeRO-3 optimizer, or a framework's wrapper of either.
@@ -49,7 +49,7 @@ def attach(engine: Any, transfer: HostToDeviceTransfer | ConfigLike | None = Non
         AttachError: The engine does not run ZeRO-3, or other code has replaced the copy-back of its instance.
         ConfigError: The configuration has mistakes.
         AcceleratorFailedError: The accelerator is unknown or not available here.
-        Exception: What the strategy's ``prepare`` raises. The engine is unchanged in every case.
+        Exception: What the transfer's ``prepare`` raises. The engine is unchanged in every case.
     """
     optimizer = stage3.find_optimizer(engine)
     if optimizer is None:
@@ -60,13 +60,13 @@ def attach(engine: Any, transfer: HostToDeviceTransfer | ConfigLike | None = Non
             "`zero_optimization.stage` to 3, and attach after deepspeed.initialize"
         )
     if stage3.COPY_BACK in vars(optimizer):
-        raise AttachError(f"{stage3.COPY_BACK} of this engine's optimizer has been replaced by somebody else already")
+        raise AttachError(f"{stage3.COPY_BACK} of this engine's optimizer has been replaced by other code already")
     if isinstance(transfer, HostToDeviceTransfer):
         wanted, config = transfer, None
     else:
         wanted, config = None, config_for_engine(transfer, stage3.deepspeed_config(engine))
-    with attached.lock:
-        current = attached.get(optimizer)
+    with attachments.lock:
+        current = attachments.get(optimizer)
         if current is not None and (current.transfer is wanted if wanted is not None else current.config == config):
             current.by_install = False
             _patch(type(optimizer))
@@ -79,7 +79,8 @@ def attach(engine: Any, transfer: HostToDeviceTransfer | ConfigLike | None = Non
 def detach(engine: Any) -> None:
     """Restores DeepSpeed's own copy-back. Does nothing for what is not attached.
 
-    A transfer that ``attach`` or ``install`` built is closed; one that the caller gave is not.
+    Blocks until the engine's copies have ended. A transfer that ``attach`` or ``install`` built is closed; one that the
+    caller gave is not.
 
     Raises:
         Exception: What the transfer's ``close`` raises; the engine is detached all the same.
@@ -87,7 +88,7 @@ def detach(engine: Any) -> None:
     optimizer = stage3.find_optimizer(engine)
     if optimizer is None:
         return
-    attachment = attached.remove(optimizer)
+    attachment = attachments.remove(optimizer)
     _unpatch_if_idle()
     if attachment is not None:
         attachment.give_up(Stage3(optimizer))
@@ -111,8 +112,8 @@ def install(config: ConfigLike | None = None) -> None:
     """
     checked = resolve_config(config)
     engine_class = stage3.engine_class()
-    with attached.lock:
-        attached.installed = Installed(None if config is None else checked)
+    with attachments.lock:
+        attachments.installed = Installed(None if config is None else checked)
         patching.patch(engine_class, stage3.CONFIGURE, _configure)
         for optimizer_class in stage3.optimizer_classes():
             _patch(optimizer_class)
@@ -126,9 +127,9 @@ def uninstall() -> None:
     Raises:
         Exception: What closing a transfer raises; everything is uninstalled all the same.
     """
-    by_install = attached.uninstall()
+    by_install = attachments.uninstall()
     _unpatch_if_idle()
-    with contextlib.ExitStack() as closing:  # every one of them, and the first error after
+    with contextlib.ExitStack() as closing:  # all of them, then the first error
         for optimizer, attachment in by_install:
             closing.callback(attachment.give_up, Stage3(optimizer))
 
@@ -137,7 +138,7 @@ def _configure(original: Callable[..., Any]) -> Callable[..., Any]:
     """Attaches an engine's optimizer when it has been made."""
 
     def patched(engine: Any, *args: Any, **kwargs: Any) -> Any:
-        installed = attached.installed
+        installed = attachments.installed
         if installed is None:
             return original(engine, *args, **kwargs)
         # Before the optimizer is built: a mistake in the configuration should not cost that wait.
@@ -154,7 +155,7 @@ def _destroy(original: Callable[..., Any]) -> Callable[..., Any]:
     """Closes the transfer before DeepSpeed frees the partitions that copies in flight use."""
 
     def patched(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        attachment = attached.remove(optimizer)
+        attachment = attachments.remove(optimizer)
         try:
             if attachment is not None:
                 attachment.give_up(Stage3(optimizer), close=True)
@@ -169,8 +170,8 @@ _PATCHES: dict[str, Patch] = {**step.PATCHES, **checkpoint.PATCHES, stage3.DESTR
 
 
 def _add(optimizer: Any, attachment: Attachment) -> None:
-    attached.add(optimizer, attachment)
-    with attached.lock:
+    attachments.add(optimizer, attachment)
+    with attachments.lock:
         _patch(type(optimizer))
 
 
@@ -179,6 +180,6 @@ def _patch(optimizer_class: type) -> None:
 
 
 def _unpatch_if_idle() -> None:
-    with attached.lock:
-        if attached.is_idle:
+    with attachments.lock:
+        if attachments.is_idle:
             patching.remove_all()

@@ -1,4 +1,4 @@
-"""What a step's copies did, for DeepSpeed's monitor: TensorBoard, W&B, Comet and CSV show it as they show the loss."""
+"""The counters of each step for DeepSpeed's monitor: TensorBoard, W&B, Comet, CSV."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ logger = logging.getLogger("transfer")
 
 
 def reporter(attachment: Attachment) -> Callable[[], None]:
-    """Call what this returns at the end of the step: it writes what was copied since.
+    """Returns a callback that writes this step's counters; call it when the step ends.
 
-    A monitor that fails is logged, and never ends a step.
+    A monitor that fails is logged, and does not end the step.
     """
     engine = attachment.engine() if attachment.engine is not None else None
     if engine is None or not getattr(engine.monitor, "enabled", False) or engine.global_rank != 0:

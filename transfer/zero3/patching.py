@@ -10,18 +10,18 @@ from typing import Any
 #: A decorator: takes the method that it replaces, and returns the function that takes its place.
 Patch = Callable[[Callable[..., Any]], Callable[..., Any]]
 
-#: The methods that were replaced and not all given back.
+#: The methods that are replaced now: class and name.
 active: set[tuple[type, str]] = set()
 
-#: Each function that was put in place of a method, and what it replaced.
+#: Each function that replaces a method, and the method.
 _originals: dict[Any, Callable[..., Any]] = {}
 
 
 def patch_class(cls: type, known: list[type], patches: Mapping[str, Patch]) -> None:
     """Replaces methods of ``cls`` in those of its bases that are ``known``.
 
-    Not in a subclass of them, so that a subclass's code around theirs still runs. Where none of the bases is known, the
-    first definition of each method is replaced, as it is the one in use.
+    Subclasses of ``known`` keep their methods, so that their code around DeepSpeed's still runs. Where no base is
+    known, the first definition of each method is replaced, as it is the one in use.
     """
     bases = [owner for owner in cls.__mro__ if owner in known]
     for name, decorator in patches.items():
@@ -31,7 +31,7 @@ def patch_class(cls: type, known: list[type], patches: Mapping[str, Patch]) -> N
 
 
 def patch(owner: type, name: str, decorator: Patch) -> None:
-    """Replaces one method. Idempotent, also where others have wrapped what is in its place."""
+    """Replaces one method. Idempotent, also where other code has wrapped the replacement."""
     original = vars(owner)[name]
     if _leads_to_patch(original):
         return
@@ -42,12 +42,12 @@ def patch(owner: type, name: str, decorator: Patch) -> None:
 
 
 def is_patched(function: Any) -> bool:
-    """Whether this function was put in place of a method here; not one of others that may lead to such a function."""
+    """Whether this very function replaces a method; False for a function that wraps such a one."""
     return isinstance(function, Hashable) and function in _originals
 
 
 def remove_all() -> None:
-    """Gives every method back, except where other code has wrapped the patch: there it stays."""
+    """Restores every method, except where other code has wrapped the patch: there the patch stays."""
     for owner, name in list(active):
         function = vars(owner)[name]
         while function in _originals:

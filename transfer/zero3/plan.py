@@ -1,8 +1,8 @@
 """What one step needs to know, asked once at its start.
 
-A plan lives from the start of ``step`` to its end, and belongs to one attachment: what is attached in the middle of a
-step has none, and waits in each copy-back. Whatever may change in the middle of a step is compared with what the plan
-was made of, and asked anew where it differs.
+A plan lives from the start of ``step`` to its end, and belongs to one attachment. What is attached in the middle of a
+step has no plan, and waits in each copy-back. What may change in the middle of a step is compared with what the plan
+was made from, and asked again where it differs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class StepPlan:
 
     Attributes:
         swapped: The sub-groups whose state is on NVMe.
-        exposed: Those whose copy no later update hides, and whose update can be made in tiles; see ``exposed``.
+        exposed: Those whose copy no later update hides (``exposed``); empty where updates cannot be made in tiles.
         tiled: The sub-group whose copy-back was submitted while it was updated, or None.
 
     Raises:
@@ -51,7 +51,7 @@ class StepPlan:
         if pair is None:
             return None
         destination, master = pair
-        # A swapped master is in memory only for its update, and code of others may move any of them.
+        # A swapped master is in memory only for its update, and other code may move any master.
         place = (destination.device, destination.data_ptr(), master.device, master.data_ptr())
         known = self._answers.get(sub_group_id)
         if known is None or known[0] != place:
@@ -61,8 +61,8 @@ class StepPlan:
     def defers(self) -> bool:
         """Whether the copies of this step may still run on to its end.
 
-        Not where code of others runs in the rest of it, such as a subclass, a wrapper, or a hook of the optimizer: it
-        might look at the partitions, or change them. Nor once that has changed since the start of the step.
+        False where code other than DeepSpeed's and ours runs in the rest of the step, such as a subclass, a wrapper or
+        a hook of the optimizer: it might read or change the partitions. False once that code differs from the plan's.
         """
         return self._loop is not None and self._stage3.loop() == self._loop and not has_post_hooks(self._cpu_optimizer)
 
@@ -70,11 +70,11 @@ class StepPlan:
 def exposed(elements: Sequence[int], swapped: Collection[int]) -> set[int]:
     """The sub-groups whose copy-back the updates that follow are too short to hide.
 
-    On NVMe no update follows before the master's buffer is wanted back. Elsewhere as many elements are enough: their
-    update takes longer than the copy of these. The last sub-groups are often small ones.
+    On NVMe no update follows before DeepSpeed reuses the master's buffer. In memory, a copy is hidden if as many
+    elements are still to be updated: their update takes longer. The last sub-groups are often small.
 
     Args:
-        elements: Of each sub-group, those that are copied from host to device.
+        elements: How many elements of each sub-group are copied from host to device.
         swapped: The sub-groups on NVMe.
     """
     found, later = set(), 0
@@ -87,5 +87,5 @@ def exposed(elements: Sequence[int], swapped: Collection[int]) -> set[int]:
 
 
 def _is_known(loop: list[Any]) -> bool:
-    """Whether each method from a copy-back to the end of the step is there, and was patched here; see ``loop``."""
+    """Whether each method from a copy-back to the end of the step exists and is patched; see ``Stage3.loop``."""
     return all(map(is_patched, loop[:-1]))

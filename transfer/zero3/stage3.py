@@ -1,4 +1,4 @@
-"""What DeepSpeed calls things: every private name of DeepSpeed that ZeRO-3's part of this package uses stands here.
+"""Every private name of DeepSpeed that this package's ZeRO-3 part uses.
 
 ``Stage3`` is a view of one ZeRO-3 optimizer. To support another version of DeepSpeed, read what it does under these
 names, and change this file, the adapter in ``accelerators`` and the range in ``pyproject.toml``. The names were read
@@ -84,7 +84,7 @@ class SwapFile:
 
 @dataclass(frozen=True)
 class Stage3:
-    """A view of a ZeRO-3 optimizer of DeepSpeed. It holds nothing, and sees every change at once."""
+    """A view of DeepSpeed's ZeRO-3 optimizer. It keeps no state: each answer is read from the optimizer."""
 
     optimizer: Any
 
@@ -102,7 +102,7 @@ class Stage3:
     def overrides_step(self) -> bool:
         """Whether the step is SuperOffload's or ZenFlow's, and not ZeRO-3's.
 
-        They move masters into shared memory under the storage that stays, and have other orders of a step.
+        They move masters into shared memory while the storage object stays, and order a step differently.
         """
         return hasattr(self.optimizer, "superoffload_cpu_optimizer") or bool(getattr(self.optimizer, "zenflow", False))
 
@@ -169,7 +169,7 @@ class Stage3:
         return bool(getattr(self.buffer_manager, "used_buffer_index", True))
 
     def swap_file(self, sub_group_id: int) -> SwapFile | None:
-        """The file of a swapped master, or None where it is not as known."""
+        """The file of a swapped master, or None where DeepSpeed's records are not as known here."""
         info = self._swap_info(sub_group_id)
         tensors, paths = getattr(info, "tensors", None), getattr(info, "swap_paths", None)
         if tensors and hasattr(tensors[0], "swap_path"):
@@ -181,12 +181,12 @@ class Stage3:
         return SwapFile(path, info.dtype(), info.numel()) if hasattr(info, "release_unswapped_gradients") else None
 
     def forget_gradients(self, sub_group_id: int) -> None:
-        """Drops the gradients of a swapped sub-group that wait for an update, as swapping it out does."""
+        """Drops the waiting gradients of a swapped sub-group, as swapping it out does."""
         self._swap_info(sub_group_id).release_unswapped_gradients()
         self.optimizer.fp32_partitioned_groups_flat[sub_group_id].grad = None
 
     def reload(self, sub_group_id: int) -> None:
-        """What DeepSpeed does for one sub-group after a checkpoint was loaded: reads it, copies it back, writes it."""
+        """Reads one sub-group, copies it back and writes it, as DeepSpeed does after a checkpoint was loaded."""
         self.optimizer._prepare_sub_group(sub_group_id, set())
         getattr(self.optimizer, COPY_BACK)(sub_group_id)
         getattr(self.optimizer, RELEASE)(sub_group_id, set())
@@ -222,12 +222,13 @@ def engine_class() -> type:
 
 def find_optimizer(engine: Any) -> Any:
     """The ZeRO-3 optimizer in an engine, a wrapper of one, or itself; None where there is none."""
-    candidate = engine
+    return next(filter(is_zero3, _unwrapped(engine)), None)
+
+
+def _unwrapped(engine: Any) -> Iterator[Any]:
     for _ in range(4):  # framework wrapper -> engine -> optimizer wrapper -> optimizer
-        if is_zero3(candidate):
-            return candidate
-        candidate = getattr(candidate, "optimizer", None)
-    return None
+        yield engine
+        engine = getattr(engine, "optimizer", None)
 
 
 def is_zero3(optimizer: Any) -> bool:
@@ -238,12 +239,10 @@ def is_zero3(optimizer: Any) -> bool:
 
 def find_engine(engine: Any) -> weakref.ref[Any] | None:
     """The DeepSpeed engine in a framework's wrapper, or itself: what has a monitor."""
-    candidate = engine
-    for _ in range(3):
+    for candidate in _unwrapped(engine):
         if hasattr(candidate, "monitor") and hasattr(candidate, "global_samples"):
             with contextlib.suppress(TypeError):  # it takes no weak references
                 return weakref.ref(candidate)
-        candidate = getattr(candidate, "optimizer", None)
     return None
 
 

@@ -1,9 +1,9 @@
 """The patches of a step, in the order in which they run.
 
-``step`` plans, and waits at the end of the step, however it is reached; ``update`` makes the update in tiles where no
-later update hides the copy; ``copy_back`` submits; ``release`` waits for a master whose buffer DeepSpeed is about to
-reuse; ``post_step``, in which parameters are gathered, waits for everything. Between steps every copy
-is finished.
+``step`` makes the plan, and waits at the end of the step, also after an error. ``update`` makes the update in tiles
+where no later update hides the copy. ``copy_back`` submits. ``release`` waits for a master whose buffer DeepSpeed is
+about to reuse. ``post_step``, in which parameters are gathered, waits for everything. Between steps every copy is
+finished.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from . import monitor, stage3
-from .attached import attached
+from .attachments import attachments
 from .patching import Patch
 from .plan import StepPlan
 from .stage3 import Stage3
@@ -21,7 +21,7 @@ from .tiles import updating_in_tiles
 
 def step(original: Callable[..., Any]) -> Callable[..., Any]:
     def patched(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        attachment = attached.find(optimizer)
+        attachment = attachments.find(optimizer)
         if attachment is None or attachment.plan is not None:  # a step within a step
             return original(optimizer, *args, **kwargs)
         attachment.finish()  # what an interrupted step has left
@@ -40,7 +40,7 @@ def step(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def update(original: Callable[..., Any]) -> Callable[..., Any]:
     def patched(optimizer: Any, sub_group_id: int, *args: Any) -> Any:
-        attachment = attached.get(optimizer)
+        attachment = attachments.get(optimizer)
         if attachment is None:
             return original(optimizer, sub_group_id, *args)
         attachment.release_source(sub_group_id)  # an update writes what a copy might still read
@@ -53,7 +53,7 @@ def update(original: Callable[..., Any]) -> Callable[..., Any]:
         destination, master = pair
 
         def submit(offset: int, length: int) -> None:
-            if attached.get(optimizer) is attachment:  # else another transfer was attached meanwhile: it copies all
+            if attachments.get(optimizer) is attachment:  # else another transfer was attached meanwhile: it copies all
                 plan.tiled = sub_group_id
                 part = (offset, length)
                 attachment.submit(sub_group_id, destination.narrow(0, *part), master.narrow(0, *part))
@@ -68,7 +68,7 @@ def update(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def copy_back(original: Callable[..., Any]) -> Callable[..., Any]:
     def patched(optimizer: Any, sub_group_id: int) -> Any:
-        attachment = attached.find(optimizer)
+        attachment = attachments.find(optimizer)
         if attachment is None:
             return original(optimizer, sub_group_id)
         view, plan = Stage3(optimizer), attachment.plan
@@ -79,8 +79,8 @@ def copy_back(original: Callable[..., Any]) -> Callable[..., Any]:
         if plan is None:  # outside of a step, as when a checkpoint is loaded
             attachment.transfer.copy(*pair)
         elif not plan.defers():
-            attachment.finish()  # tiles of this master; and where other code has come in, all that it might see
-            # The next forward's all-gathers run on a stream that does not wait for this one: hence the wait in copy.
+            attachment.finish()  # tiles of this master, and everything that other code might see
+            # `copy` waits: the next forward's all-gathers run on a stream that does not wait for this one.
             attachment.transfer.copy(*pair)
         elif plan.tiled != sub_group_id:
             attachment.submit(sub_group_id, *pair)
@@ -94,7 +94,7 @@ def copy_back(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def release(original: Callable[..., Any]) -> Callable[..., Any]:
     def patched(optimizer: Any, sub_group_id: int, *args: Any) -> Any:
-        attachment = attached.get(optimizer)
+        attachment = attachments.get(optimizer)
         if attachment is not None and (attachment.plan is None or sub_group_id in attachment.plan.swapped):
             attachment.release_source(sub_group_id)
         return original(optimizer, sub_group_id, *args)
@@ -104,7 +104,7 @@ def release(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def post_step(original: Callable[..., Any]) -> Callable[..., Any]:
     def patched(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        attachment = attached.get(optimizer)
+        attachment = attachments.get(optimizer)
         if attachment is not None:
             attachment.finish()
         return original(optimizer, *args, **kwargs)

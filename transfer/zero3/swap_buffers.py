@@ -1,7 +1,7 @@
 """The buffers that ZeRO-3's optimizer state on NVMe passes through.
 
-DeepSpeed reads a sub-group into its swap buffers, lets the optimizer update it there, and writes it back;
-the copy-back leaves from there. The buffers live as long as the swapper, so page-locking them pays off.
+DeepSpeed reads a sub-group into its swap buffers, lets the optimizer update it there, and writes it back.
+The copy-back reads them. They live as long as the swapper, so page-locking them pays off.
 From DeepSpeed 0.19.4 on they are locked, but not registered with the device.
 """
 
@@ -18,9 +18,9 @@ from .stage3 import Stage3, buffers_of
 class SwapBuffers:
     """The swap buffers of one optimizer, prepared once for each manager that owns them.
 
-    From DeepSpeed 0.19.4 on, a manager that dies frees the memory under its tensors, although others hold them, and a
-    registration that outlives its memory delivers old bytes. So the manager is kept alive until its buffers were given
-    back, which happens when the optimizer dies, if not before.
+    From DeepSpeed 0.19.4 on, a manager that dies frees the memory under its tensors, although other objects hold them.
+    A registration that outlives its memory delivers old bytes. So the manager is kept alive until its buffers are given
+    back, at the latest when the optimizer dies.
     """
 
     def __init__(self, transfer: HostToDeviceTransfer) -> None:
@@ -34,7 +34,7 @@ class SwapBuffers:
         if manager is None or manager is self._manager:
             return
         self.unprepare()
-        # Before the first of them, so that an interrupt leaves none behind. Not at exit: copies may be in flight.
+        # Before the first `prepare`, so that an interrupt leaves none behind. Not at exit: copies may be in flight.
         self._give_back = weakref.finalize(stage3.optimizer, _unprepare, self._transfer, manager)
         self._give_back.atexit = False
         for buffer in buffers_of(manager):
@@ -49,6 +49,6 @@ class SwapBuffers:
 
 
 def _unprepare(transfer: HostToDeviceTransfer, manager: Any) -> None:
-    with contextlib.ExitStack() as each:  # all of them, and the first error after
+    with contextlib.ExitStack() as each:  # all of them, then the first error
         for buffer in buffers_of(manager):
             each.callback(transfer.unprepare, buffer)

@@ -1,10 +1,9 @@
 """CPU Adam tile by tile, so that a copy-back starts before the update has ended.
 
-Behind the last sub-group, and behind each one on NVMe, nothing is left to hide its copy. DeepSpeed's CPU
-Adam updates elements one by one, so a partition may be updated in parts: after each, the part is on its way
-while the next is updated. Tiles are halves of what is left, so that what nothing hides is a small rest. The
-op's own loop has the same boundaries between vector code and the scalar tail, as each tile but the last is
-a multiple of every vector width: the bits are those of one call.
+Nothing hides the copy of the last sub-group, nor that of one on NVMe. DeepSpeed's CPU Adam updates elements one by
+one, so a partition can be updated in parts: each part is copied while the next is updated. Each tile is half of what
+is left, so that only a small rest is exposed. Each tile but the last is a multiple of every vector width, so that the
+op's vector code and scalar tail meet at the same element: the bits are those of one call.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from .stage3 import CPU_ADAM_MODULE, STEP, replacing_op, updates_in_parts
 
 #: Tiles begin at multiples of this many elements: far above 8 registers of 16 values, the op's stride.
 ALIGNMENT_ELEMENTS = 2**16
-#: What is left when a tile would be smaller goes as a whole: 2^21 elements are copied in about 0.2 ms.
+#: The least elements of a tile: a rest of less than two such tiles is one. 2^21 elements are copied in about 0.2 ms.
 SMALLEST_ELEMENTS = 2**21
-#: Whose functions may make up the step of CPU Adam: others might change the result after it.
+#: The modules whose functions may make up the step of CPU Adam: other code might change the result after it.
 _KNOWN_MODULES = {
     CPU_ADAM_MODULE,
     "torch.optim.lr_scheduler",
@@ -41,7 +40,7 @@ def plan_tiles(numel: int) -> Iterator[tuple[int, int]]:
 
 
 def can_tile(optimizer: Any) -> bool:
-    """Whether the optimizer is one whose update may be cut, and whose result no other code changes after it.
+    """Whether the optimizer's update may be made in parts, and no other code changes the result after it.
 
     Args:
         optimizer: What ZeRO-3 calls ``step`` of.
@@ -55,7 +54,7 @@ def can_tile(optimizer: Any) -> bool:
 
 
 def has_post_hooks(optimizer: Any) -> bool:
-    """Whether torch calls code of others after each step of this optimizer."""
+    """Whether torch calls registered hooks after each step of this optimizer."""
     from torch.optim import optimizer as torch_optimizer
 
     return bool(getattr(optimizer, "_optimizer_step_post_hooks", None)) or bool(

@@ -13,7 +13,7 @@ from tests.transfer.direct_tools import MODES, PAGE, Recorder, direct, empty, ro
 from transfer import FallbackWarning, PinnedDirectTransfer, StrategyUnavailableError, build_transfer
 
 
-def test_a_storage_is_registered_once_whoever_prepares_which_view(simulated):
+def test_a_storage_is_registered_once_for_all_transfers_and_views(simulated):
     recorder = Recorder(simulated)
     first, second = direct(simulated), direct(simulated)
     base = torch.arange(1000.0)
@@ -117,7 +117,7 @@ def test_a_rebound_parameter_is_a_new_source_each_time(simulated, mapped):
     transfer.prepare(parameter)
     arrives(1.0)
     assert counts() == (1, pieces, 0)
-    parameter.data = torch.full((100,), 2.0)  # pageable, and nobody has prepared it
+    parameter.data = torch.full((100,), 2.0)  # pageable, and not prepared
     assert transfer.page_locked_bytes == 0, "given back when it was replaced"
     arrives(2.0)
     assert counts() == (1, pieces, 1)
@@ -162,7 +162,7 @@ def test_a_resized_storage_is_stale(simulated, numel):
     del others
 
 
-def test_a_stale_registration_costs_nobody_a_wait_for_ever(simulated):
+def test_a_stale_registration_makes_one_copy_wait(simulated):
     """Only the copy that finds it waits for what is in flight; later ones are queued behind each other again."""
     source = torch.zeros(1000)
     with direct(simulated, chunk_elements=3) as transfer:

@@ -176,7 +176,7 @@ class TestForcedStrategy(Built, OnDevices, TransferConformance):
 
 class TestForcedStrategyThatNothingIsPreparedFor(Built, OnDevices, TransferConformance):
     @pytest.fixture(autouse=True)
-    def _no_stand_in(self):
+    def _no_fallback(self):
         """A strategy that was asked for and cannot make a copy is replaced after a warning."""
         warnings.filterwarnings("ignore", category=FallbackWarning)
 

@@ -1,4 +1,4 @@
-"""How ``pinned_direct`` crosses: what it queues and holds, seen from the accelerator."""
+"""How ``pinned_direct`` copies: what it queues and holds, seen from the accelerator."""
 
 import contextlib
 import gc

@@ -24,8 +24,8 @@ class Installed:
     config: ConfigLike | None
 
 
-class Attached:
-    """The attachments of this process, by optimizer, which they do not keep alive.
+class Attachments:
+    """The attachments of this process, by optimizer. They keep no optimizer alive.
 
     Attributes:
         lock: Held for every change.
@@ -36,18 +36,14 @@ class Attached:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.installed: Installed | None = None
-        self._attachments: weakref.WeakKeyDictionary[Any, Attachment] = weakref.WeakKeyDictionary()
-        self._detached: weakref.WeakSet[Any] = weakref.WeakSet()  # on purpose, although install is in force
-        self.get = self._attachments.get
+        self._by_optimizer: weakref.WeakKeyDictionary[Any, Attachment] = weakref.WeakKeyDictionary()
+        self._detached: weakref.WeakSet[Any] = weakref.WeakSet()  # by `detach`, while `install` is in force
+        self.get = self._by_optimizer.get
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing is attached, and nothing will be."""
-        return self.installed is None and not self._attachments
-
-    def optimizers(self) -> list[Any]:
-        """Every optimizer that is attached."""
-        return list(self._attachments)
+        return self.installed is None and not self._by_optimizer
 
     def find(self, optimizer: Any) -> Attachment | None:
         """As ``get``, and attaches an optimizer that is older than ``install``.
@@ -64,7 +60,7 @@ class Attached:
         return attachment
 
     def add(self, optimizer: Any, attachment: Attachment) -> None:
-        """Prepares what the optimizer's copy-backs leave from, and puts the attachment in the place of another one.
+        """Prepares the memory that the optimizer's copy-backs read, and replaces an earlier attachment.
 
         Raises:
             AcceleratorFailedError: The transfer's accelerator is unknown or not available here.
@@ -87,7 +83,7 @@ class Attached:
             )
         with self.lock:
             before = self.get(optimizer)
-            self._attachments[optimizer] = attachment
+            self._by_optimizer[optimizer] = attachment
             self._detached.discard(optimizer)
         if before is not None and before.transfer is not attachment.transfer:
             before.give_up(stage3)
@@ -97,18 +93,18 @@ class Attached:
         with self.lock:
             if self.installed is not None:
                 self._detached.add(optimizer)
-            return self._attachments.pop(optimizer, None)
+            return self._by_optimizer.pop(optimizer, None)
 
     def uninstall(self) -> list[tuple[Any, Attachment]]:
         """Takes away what ``install`` attached, and returns it."""
         with self.lock:
             self.installed = None
             self._detached.clear()
-            by_install = [(optimizer, found) for optimizer, found in self._attachments.items() if found.by_install]
+            by_install = [(optimizer, found) for optimizer, found in self._by_optimizer.items() if found.by_install]
             for optimizer, _ in by_install:
-                del self._attachments[optimizer]
+                del self._by_optimizer[optimizer]
         return by_install
 
 
 #: The one of this process.
-attached = Attached()
+attachments = Attachments()
