@@ -68,6 +68,25 @@ def test_an_exception_in_the_optimizer_leaves_nothing_in_flight(simulated, optim
     assert optimizer.values() == [after(0, 2), after(1, 2), after(2, 2)]  # the update that raised had been made
 
 
+class UpdatesTwice(SteppingStage3):
+    """Updates its first sub-group once more, before that sub-group's copy is waited for; that update raises."""
+
+    def step(self, closure=None):
+        self._optimizer_step(0)
+        self._reassign_or_swap_out_partitioned_parameters(0)
+        self.raise_at = (0, RuntimeError("diverged"))
+        self._optimizer_step(0)
+
+
+def test_an_update_waits_for_the_copy_that_reads_its_master(simulated):
+    """Else that copy would bring values of the update that failed."""
+    optimizer = UpdatesTwice(simulated)
+    zero3.attach(optimizer, build_transfer(DIRECT, simulated))
+    with pytest.raises(RuntimeError, match="diverged"):
+        optimizer.step()
+    assert optimizer.values()[0] == after(0)
+
+
 def test_a_step_that_copies_nothing_is_a_step(simulated, optimizer, config):
     zero3.attach(optimizer, build_transfer(config, simulated))
     optimizer.overflow = True

@@ -200,7 +200,7 @@ def rewind(engine, number, path):
 
 
 def count_calls(transfer):
-    """Every ``submit`` and every ``copy`` that ZeRO-3 asks for adds to one of the lists returned."""
+    """Every copy that ZeRO-3 asks for adds to the first of the lists returned, one by ``copy`` to the second too."""
     submitted, waited = [], []
     if transfer is not None:
         submit, copy = transfer.submit, transfer.copy
@@ -210,8 +210,11 @@ def count_calls(transfer):
             return submit(destination, source)
 
         def counting_copy(destination, source):
+            before = len(submitted)
             waited.append(destination.numel())
             copy(destination, source)
+            if len(submitted) == before:  # `copy` asks `submit` only where a subclass has its own
+                submitted.append(destination.numel())
 
         transfer.submit, transfer.copy = counting_submit, counting_copy
     return submitted, waited

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -15,7 +15,6 @@ from accelerators import Accelerator
 from accelerators.testing import accelerator_or_skip, bits, fetch, skip_without
 
 from ..errors import FallbackWarning, StrategyUnavailableError
-from ..in_flight import InFlightCopy
 from ..interface import HostToDeviceTransfer
 
 #: What destinations hold before a copy, to see where it wrote.
@@ -126,16 +125,19 @@ class Hooks:
     def transfer(self, accelerator: Accelerator) -> Iterator[HostToDeviceTransfer]:
         """The strategy under test. A test is skipped if it submits a copy for which ``why_not`` has a reason."""
         transfer = self.make_transfer(accelerator)
-        submit = transfer.submit
+        for name in ("submit", "copy"):
+            setattr(transfer, name, self._or_skip(transfer, getattr(transfer, name)))
+        yield transfer
+        transfer.close()
+        assert transfer.pinned_bytes == 0
 
-        def submit_or_skip(destination: Tensor, source: Any) -> InFlightCopy:
+    @staticmethod
+    def _or_skip(transfer: HostToDeviceTransfer, method: Callable[..., Any]) -> Callable[..., Any]:
+        def made(destination: Tensor, source: Any) -> Any:
             try:
-                return submit(destination, source)
+                return method(destination, source)
             except StrategyUnavailableError as error:
                 assert transfer.why_not(destination, source) is not None, "a strategy says beforehand what it cannot do"
                 pytest.skip(str(error))
 
-        transfer.submit = submit_or_skip  # type: ignore[method-assign]
-        yield transfer
-        transfer.close()
-        assert transfer.pinned_bytes == 0
+        return made

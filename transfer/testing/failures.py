@@ -32,10 +32,11 @@ MAY_DO_WITHOUT = (
     "range_pop",
 )
 
-each_error = pytest.mark.parametrize(
-    "error",
-    [RuntimeError("injected"), OSError("injected"), KeyboardInterrupt()],
-    ids=["RuntimeError", "OSError", "KeyboardInterrupt"],
+#: What is raised in turn: a driver's error or the system's, of which a strategy may handle some; or an interrupt.
+each_kind_of_error = pytest.mark.parametrize(
+    "errors",
+    [(RuntimeError("injected"), OSError("injected")), (KeyboardInterrupt(),)],
+    ids=["error", "interrupt"],
 )
 
 
@@ -45,12 +46,14 @@ class CleanFailures(Hooks):
     Calls are those of the public methods of the accelerator, its events and its streams.
     """
 
-    @each_error
-    def test_a_failure_is_clean(self, accelerator: Accelerator, error: BaseException) -> None:
+    @each_kind_of_error
+    def test_a_failure_is_clean(self, accelerator: Accelerator, errors: tuple[BaseException, ...]) -> None:
         warnings.filterwarnings("ignore", category=FallbackWarning)
         # At first with nothing pinned, then with a copy in flight that was made before, and so in turn.
-        for (kind, dtype), in_use in zip(_sources(accelerator), itertools.cycle((False, True)), strict=False):
+        for turn, (kind, dtype) in enumerate(_sources(accelerator)):
+            in_use = turn % 2 == 1
             for after in itertools.count():
+                error = errors[(turn // 2 + after) % len(errors)]
                 fresh = _fresh(accelerator)
                 with contextlib.closing(self.make_transfer(fresh)) as transfer:
                     calls = self._fail_a_copy(fresh, transfer, error, after, kind, dtype, in_use)
@@ -104,13 +107,14 @@ class CleanFailures(Hooks):
             _copies_or_refuses(accelerator, transfer, destination, source)
         return calls
 
-    @each_error
+    @each_kind_of_error
     def test_a_close_that_fails_can_be_repeated_and_spoils_nothing(
-        self, accelerator: Accelerator, error: BaseException
+        self, accelerator: Accelerator, errors: tuple[BaseException, ...]
     ) -> None:
         warnings.filterwarnings("ignore", category=FallbackWarning)
-        for kind, dtype in _sources(accelerator):
+        for turn, (kind, dtype) in enumerate(_sources(accelerator)):
             for after in itertools.count():
+                error = errors[(turn + after) % len(errors)]
                 fresh = _fresh(accelerator)
                 before = getattr(fresh, "pinned_bytes", 0)
                 transfer = self.make_transfer(fresh)

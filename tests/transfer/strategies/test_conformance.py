@@ -110,7 +110,7 @@ class SwapsOutFirst(NvmeSwappedTransfer):
     files: typing.ClassVar = {}
 
     def submit(self, destination, source):
-        if is_copyable(destination, source) and not self.accelerator.on_device(source):
+        if is_copyable(destination, source) and self.accelerator.on_host(source):
             source = self.file_of(source)
         return super().submit(destination, source)
 

@@ -1,0 +1,214 @@
+"""Breaks the product in one place after the other, and shows which tests notice. Run by hand::
+
+    python tests/mutants.py            # all of them; some minutes
+    python tests/mutants.py WAIT ...   # those whose name contains a word
+    python tests/mutants.py --check    # only whether each can still be applied
+
+Each is applied to a copy of the tree of its own, and its tests are run there until the first failure. A survivor is a
+place where a mistake would go unnoticed. Ends with 1 where one survived, 2 where one does not fit the code any more.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+SUITE = "tests/transfer/strategies/test_conformance.py::"
+
+
+class Mutant(NamedTuple):
+    """One mistake."""
+
+    name: str
+    file: str
+    old: str  # stands in the file exactly once
+    new: str
+    tests: tuple[str, ...]  # those that are expected to notice, as arguments of pytest
+
+
+MUTANTS = [
+    Mutant(
+        "pageable does not wait for the stream",
+        "transfer/in_flight.py",
+        "        stream.synchronize()\n",
+        "        pass\n",
+        (SUITE + "TestPageable",),
+    ),
+    Mutant(
+        "a staging buffer is reused while a copy reads it",
+        "transfer/memory/staging_ring.py",
+        "            event.synchronize()\n",
+        "            pass\n",
+        (SUITE + "TestPinnedStaged",),
+    ),
+    Mutant(
+        "a staging ring that is closed stays pinned",
+        "transfer/memory/staging_ring.py",
+        "            self._accelerator.unpin_memory(self._buffers[-1].memory)\n",
+        "",
+        (SUITE + "TestPinnedStaged",),
+    ),
+    Mutant(
+        "a ring that an error interrupted is used again at once",
+        "transfer/memory/staging_ring.py",
+        "            self._accelerator.synchronize(self._device_index)\n",
+        "",
+        (SUITE + "TestPinnedStaged", "tests/transfer/strategies/test_pinned_staged.py"),
+    ),
+    Mutant(
+        "the device's own streams do not follow the caller's",
+        "transfer/memory/scratch_ring.py",
+        "            slot.stream.wait_event(queued_before)\n",
+        "",
+        (SUITE + "TestPinnedDirectInChunks",),
+    ),
+    Mutant(
+        "a source counts as free while the device reads it",
+        "transfer/in_flight.py",
+        "        if pending is not None and pending[2] is not None:\n            self.wait()\n",
+        "        return\n",
+        (SUITE + "TestPinnedDirect",),
+    ),
+    Mutant(
+        "a source is given back to the system while the device reads it",
+        "transfer/memory/page_locks.py",
+        "        self._owned._settle()\n",
+        "",
+        (SUITE + "TestPinnedDirect", "tests/transfer/strategies/test_pinned_direct.py"),
+    ),
+    Mutant(
+        "nothing waits for the device before an error goes on",
+        "transfer/interface.py",
+        "                self.accelerator.synchronize(destination.device.index)\n",
+        "                pass\n",
+        (SUITE + "TestPinnedStaged", SUITE + "TestPinnedDirect"),
+    ),
+    Mutant(
+        "the guards for overlap and for the same memory are swapped",
+        "transfer/validation.py",
+        "    if _is_same_view(destination, source):\n        return False\n"
+        "    if destination.device == source.device and share_elements(destination, source):\n"
+        '        raise _invalid("destination and source overlap in part", destination, source)\n',
+        "    if destination.device == source.device and share_elements(destination, source):\n"
+        '        raise _invalid("destination and source overlap in part", destination, source)\n'
+        "    if _is_same_view(destination, source):\n        return False\n",
+        (SUITE + "TestPageable",),
+    ),
+    Mutant(
+        "strides are ignored where a destination is cut",
+        "transfer/memory/chunks.py",
+        "        return tensor.view(-1)\n",
+        "        return tensor.as_strided((tensor.numel(),), (1,))\n",
+        (SUITE + "TestPinnedStaged",),
+    ),
+    Mutant(
+        "a chunk of a file is used before it was read",
+        "transfer/strategies/nvme_swapped.py",
+        "            wait()\n",
+        "",
+        (SUITE + "TestNvmeSwapped", "tests/nvme/test_swapping.py"),
+    ),
+    Mutant(
+        "checksums are not compared",
+        "transfer/nvme/read_ahead.py",
+        "    wrong = checksums.first_mismatch(first_byte, values)\n",
+        "    wrong = None\n",
+        ("tests/nvme/test_swap_files.py", "tests/nvme/test_swapping.py"),
+    ),
+    Mutant(
+        "the simulated accelerator forgives a write under a read",
+        "accelerators/simulated/late_queue.py",
+        "        if both_write or share_elements(new_written, old_read):\n",
+        "        if both_write:\n",
+        ("tests/accelerators/test_simulated_catches.py",),
+    ),
+    Mutant(
+        "the simulated accelerator's events mark nothing",
+        "accelerators/simulated/late_queue.py",
+        "            self._queue.reach([self.mark])\n\n    def query",
+        "            pass\n\n    def query",
+        ("tests/accelerators/test_simulated.py", "tests/accelerators/test_simulated_catches.py"),
+    ),
+    Mutant(
+        "a ZeRO-3 step ends before its copies",
+        "transfer/zero3/attachment.py",
+        "                waiting.callback(entry[1].wait)\n",
+        "                pass\n",
+        ("tests/zero3/test_deferred.py",),
+    ),
+    Mutant(
+        "a ZeRO-3 update writes what a copy still reads",
+        "transfer/zero3/step.py",
+        "        attachment.release_source(sub_group_id)  # an update writes what a copy might still read\n",
+        "",
+        ("tests/zero3/test_deferred.py",),
+    ),
+]
+
+
+def problem(mutant):
+    """Why it cannot be applied, or None."""
+    file = ROOT / mutant.file
+    found = file.read_text().count(mutant.old) if file.exists() else 0
+    return None if found == 1 else f"{mutant.file} holds its old text {found} times, not once"
+
+
+def killer(mutant, timeout):
+    """The first test that failed, ``"timeout"``, or None where it has survived."""
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder, "tree")
+        shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".git", ".venv", ".*_cache", "__pycache__"))
+        file = tree / mutant.file
+        file.write_text(file.read_text().replace(mutant.old, mutant.new))
+        options = ["-x", "-q", "-rfE", "--tb=no", "-p", "no:randomly", "-p", "no:cacheprovider"]
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", "pytest", *options, *mutant.tests],
+                cwd=tree,
+                env={**os.environ, "PYTHONPATH": str(tree)},
+                capture_output=True,
+                text=True,
+                timeout=timeout,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return "timeout"
+    if done.returncode == 0:
+        return None
+    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    if done.returncode != 1 or not failed:
+        raise RuntimeError(f"{mutant.name}: pytest ended with {done.returncode}\n{done.stdout[-3000:]}{done.stderr}")
+    return failed[0].partition(" ")[2].partition(" - ")[0]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*", help="only the mutants whose name contains one of these")
+    parser.add_argument("--check", action="store_true", help="only tell whether each can be applied")
+    parser.add_argument("--timeout", type=float, default=600, metavar="SECONDS", help="for the tests of each")
+    options = parser.parse_args()
+    chosen = [m for m in MUTANTS if not options.words or any(word.lower() in m.name.lower() for word in options.words)]
+    misfits = {mutant.name: text for mutant in chosen if (text := problem(mutant))}
+    for name, text in misfits.items():
+        print(f"does not fit: {name}: {text}")
+    if misfits or options.check:
+        return 2 if misfits else 0
+    survived = 0
+    for mutant in chosen:
+        started = time.monotonic()
+        by = killer(mutant, options.timeout)
+        survived += by is None
+        verdict = "SURVIVED" if by is None else "killed"
+        print(f"{verdict:8}  {time.monotonic() - started:4.0f} s  {mutant.name:66}  {by or ''}", flush=True)
+    print(f"{len(chosen) - survived} of {len(chosen)} killed")
+    return 1 if survived else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
