@@ -502,3 +502,13 @@ def test_an_interrupted_drain_is_made_up_for(simulated):
     assert first[:6].tolist() == [0, 1, 2, 3, 4, 5], "a buffer was written again while its copy was still to come"
     assert second.tolist() == [100 + index for index in range(10)]
     transfer.close()
+
+
+@pytest.mark.parametrize("chunk", [1, 10])
+def test_a_negative_view_keeps_its_sign_in_chunks_of_one_element(simulated, chunk):
+    source = torch.complex(torch.zeros(21), torch.arange(1.0, 22.0)).conj().imag
+    assert source.is_neg()
+    destination = simulated.device_empty(21, dtype=torch.float16)
+    with PinnedStagedTransfer(accelerator=simulated, chunk_elements=chunk) as transfer:
+        transfer.copy(destination, source)
+    assert destination.tolist() == [-float(each) for each in range(1, 22)]
