@@ -243,7 +243,7 @@ def test_a_limit_ends_the_measurement_with_what_fits(monkeypatch, steps, limit, 
             now[0] += 2
             begun.append((number, checked))
 
-    monkeypatch.setattr(zero3_worker.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr("transfer.cli.bench_zero3.worker.time.perf_counter", lambda: now[0])
     Bench().rounds(lambda _what: None)
     assert [number for number, _ in begun] == rounds
     assert [number for number, checked in begun if checked] == [0, rounds[-1]]
