@@ -11,6 +11,8 @@ from accelerators import available_accelerators
 from accelerators.simulated import SimulatedAccelerator
 from accelerators.testing import accelerator_or_skip, unavailable_reason
 
+pytest.register_assert_rewrite("tests.running", "tests.zero3.launching")  # their checks say what differs
+
 #: Errors while a test runs. In pyproject.toml they would be errors in plug-ins too, such as one of pytest-benchmark
 #: while pytest-xdist starts, which ends the whole run.
 WARNINGS = ("error", "ignore::DeprecationWarning:deepspeed", "ignore::FutureWarning:deepspeed")
