@@ -216,7 +216,9 @@ def test_the_vendor_example_as_an_installed_package(tmp_path):
 
 def test_the_vendor_examples_own_tests_pass():
     example = ROOT / "examples" / "acme_accelerator"
-    done = run_python("-m", "pytest", "-q", "-p", "no:cacheprovider", str(example), path=[example], timeout=250)
+    done = run_python(
+        "-m", "pytest", "-q", "-p", "no:cacheprovider", str(example), path=[example], timeout=250, forked=True
+    )
     assert done.returncode == 0, done.stdout[-3000:]
     assert " passed" in done.stdout
 
@@ -229,7 +231,7 @@ def test_require_accelerator_turns_a_skip_into_a_failure(tmp_path):
 
     def run(*options):
         return run_python(
-            "-m", "pytest", "-q", "-p", "accelerators.pytest_plugin", *options, str(tmp_path), cwd=tmp_path
+            "-m", "pytest", "-q", "-p", "accelerators.pytest_plugin", *options, str(tmp_path), cwd=tmp_path, forked=True
         )
 
     if "passed" in (skipped := run()).stdout:
