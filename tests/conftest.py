@@ -4,6 +4,7 @@ Those that ask for ``device_name`` run for each but ``cpu``, which has no memory
 """
 
 import functools
+import gc
 
 import pytest
 
@@ -21,6 +22,12 @@ WARNINGS = ("error", "ignore::DeprecationWarning:deepspeed", "ignore::FutureWarn
 def pytest_collection_modifyitems(items):
     for item in items:
         item.add_marker(pytest.mark.filterwarnings(*WARNINGS), append=False)  # a test's own come after, and win
+
+
+def pytest_collection_finish():
+    """Many tests collect garbage, which takes a third of a second where it looks through all modules too."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_generate_tests(metafunc):

@@ -187,6 +187,7 @@ def test_a_name_that_two_plug_ins_claim_is_refused(tmp_path, monkeypatch):
     assert get_accelerator("cpu").name == "cpu"
 
 
+@pytest.mark.slow
 def test_the_vendor_example_as_an_installed_package(tmp_path):
     pytest.importorskip("hatchling", reason="hatchling, which builds the example, is not installed here.")
     site = tmp_path / "site"
@@ -214,6 +215,7 @@ def test_the_vendor_example_as_an_installed_package(tmp_path):
     assert done.stdout == "done\n", done.stderr
 
 
+@pytest.mark.slow
 def test_the_vendor_examples_own_tests_pass():
     example = ROOT / "examples" / "acme_accelerator"
     done = run_python(
