@@ -4,12 +4,15 @@ Those that ask for ``device_name`` run for each but ``cpu``, which has no memory
 """
 
 import functools
+import gc
 
 import pytest
 
 from accelerators import available_accelerators
 from accelerators.simulated import SimulatedAccelerator
 from accelerators.testing import accelerator_or_skip, unavailable_reason
+
+pytest.register_assert_rewrite("tests.running", "tests.zero3.launching")  # their checks say what differs
 
 #: Errors while a test runs. In pyproject.toml they would be errors in plug-ins too, such as one of pytest-benchmark
 #: while pytest-xdist starts, which ends the whole run.
@@ -19,6 +22,12 @@ WARNINGS = ("error", "ignore::DeprecationWarning:deepspeed", "ignore::FutureWarn
 def pytest_collection_modifyitems(items):
     for item in items:
         item.add_marker(pytest.mark.filterwarnings(*WARNINGS), append=False)  # a test's own come after, and win
+
+
+def pytest_collection_finish():
+    """Many tests collect garbage, which takes a third of a second where it looks through all modules too."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_generate_tests(metafunc):

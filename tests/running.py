@@ -1,10 +1,9 @@
 """Programs of a test in a process of their own."""
 
 import atexit
-import functools
 import json
 import os
-import selectors
+import select
 import signal
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 
-def run_python(*arguments, path=(), environment=None, cwd=ROOT, timeout=120, forked=False):
+def run_python(*arguments, path=(), environment=None, cwd=ROOT, timeout=120, forked=False, tear_down=True):
     """Runs this Python with these arguments; ``path`` comes first on its module path.
 
     Nothing of the calling environment is passed on but the module path.
@@ -26,16 +25,23 @@ def run_python(*arguments, path=(), environment=None, cwd=ROOT, timeout=120, for
         environment: Variables.
         cwd: Where it runs.
         timeout: Seconds; then it is killed, and ``subprocess.TimeoutExpired`` is raised.
-        forked: Forks a process that has imported torch, deepspeed and transfer, which saves two seconds. For programs
-            given by ``-c`` that need a process of their own, but not an import or an environment before the imports.
+        forked: Forks a process that has imported torch, deepspeed and transfer, which saves two seconds. For ``-c`` and
+            ``-m`` where a process of its own is needed, but not an import or an environment before the imports. What
+            is killed after the timeout includes what it has started.
+        tear_down: False: a forked process ends without the half second in which Python is torn down, after its threads
+            and all that ``atexit`` calls.
+
+    Returns:
+        A ``subprocess.CompletedProcess`` with the exit status and the text of both outputs.
     """
-    variables = {"PATH": "", **(environment or {})}
+    variables = {"PYTHONPATH": ":".join(map(str, [*path, ROOT, *sys.path])), "PATH": "", **(environment or {})}
     arguments = list(map(str, arguments))
     if forked:
-        return _server().run(arguments, list(map(str, path)), variables, str(cwd), timeout)
+        request = {"arguments": arguments, "path": list(map(str, path)), "environment": variables, "cwd": str(cwd)}
+        return _server().run({**request, "tear_down": tear_down}, timeout)
     return subprocess.run(
         [sys.executable, *arguments],
-        env={"PYTHONPATH": ":".join(map(str, [*path, ROOT, *sys.path])), **variables},
+        env=variables,
         cwd=cwd,
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -45,65 +51,61 @@ def run_python(*arguments, path=(), environment=None, cwd=ROOT, timeout=120, for
     )
 
 
-def run_program(program, *options, **how):
-    """Runs an indented text as a program."""
-    return run_python(*options, "-c", textwrap.dedent(program), **how)
+def run_program(program, *arguments, forked=True, tear_down=False, **how):
+    """Runs an indented text in which warnings are errors, with these ``sys.argv[1:]``, as ``run_python`` does.
+
+    A forked one has the list ``at_exit``: what it appends is called after all that the packages do at the end.
+    """
+    command = ("-W", "error", "-c", textwrap.dedent(program), *arguments)
+    return run_python(*command, forked=forked, tear_down=tear_down, **how)
 
 
-class ForkServer:
+class _Server:
     """A process that forks the programs' processes, one at a time: ``forkserver.py``."""
 
     START_SECONDS = 120
 
     def __init__(self):
+        # One thread: others do not survive a fork.
+        environment = {"PATH": "", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        if "TORCH_EXTENSIONS_DIR" in os.environ:
+            environment["TORCH_EXTENSIONS_DIR"] = os.environ["TORCH_EXTENSIONS_DIR"]
         self._process = subprocess.Popen(
             [sys.executable, str(ROOT / "tests" / "forkserver.py")],
-            env={"PYTHONPATH": ":".join(map(str, [ROOT, *sys.path])), "PATH": "", **self._kept()},
+            env={"PYTHONPATH": ":".join(map(str, [ROOT, *sys.path])), **environment},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            bufsize=0,  # else two answers may be read at once, and the second is waited for
             cwd=ROOT,
         )
-        self._started = False
-
-    @staticmethod
-    def _kept():
-        return {name: value for name, value in os.environ.items() if name == "TORCH_EXTENSIONS_DIR"}
+        atexit.register(self.close)
+        self._answer(self.START_SECONDS)
 
     @property
     def is_alive(self):
         return self._process.poll() is None
 
-    def run(self, arguments, path, environment, cwd, timeout):
+    def run(self, request, timeout):
         with tempfile.TemporaryDirectory() as folder:
             files = {name: Path(folder, name) for name in ("stdout", "stderr")}
             for file in files.values():
                 file.touch()
-            request = {
-                "arguments": arguments,
-                "path": path,
-                "environment": {"PYTHONPATH": ":".join(map(str, [*path, ROOT, *sys.path])), **environment},
-                "cwd": cwd,
-                **{name: str(file) for name, file in files.items()},
-            }
+            request |= {name: str(file) for name, file in files.items()}
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
-            self._process.stdin.flush()
-            child = self._answer(timeout if self._started else self.START_SECONDS)
-            self._started = True
+            child = self._answer(self.START_SECONDS)
             try:
                 status = self._answer(timeout)
             except subprocess.TimeoutExpired:
                 os.killpg(child, signal.SIGKILL)  # and what it has started
                 self._answer(self.START_SECONDS)
-                raise subprocess.TimeoutExpired(arguments, timeout, *(f.read_bytes() for f in files.values())) from None
+                outputs = [file.read_bytes() for file in files.values()]
+                raise subprocess.TimeoutExpired(request["arguments"], timeout, *outputs) from None
             texts = [file.read_text() for file in files.values()]
-        return subprocess.CompletedProcess(arguments, os.waitstatus_to_exitcode(status), *texts)
+        return subprocess.CompletedProcess(request["arguments"], os.waitstatus_to_exitcode(status), *texts)
 
     def _answer(self, timeout):
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._process.stdout, selectors.EVENT_READ)
-            if not selector.select(timeout):
-                raise subprocess.TimeoutExpired("forkserver", timeout)
+        if not select.select([self._process.stdout.fileno()], [], [], timeout)[0]:
+            raise subprocess.TimeoutExpired("forkserver.py", timeout)
         line = self._process.stdout.readline()
         if not line:
             raise RuntimeError(f"the fork server has ended with status {self._process.wait()}")
@@ -116,32 +118,29 @@ class ForkServer:
         self._process.wait()
 
 
-@functools.cache
-def _servers():
-    """The server of this process, to be replaced when it has ended."""
-    servers = []
-    atexit.register(lambda: [server.close() for server in servers])
-    return servers
+_servers = []
 
 
 def _server():
-    servers = _servers()
-    if not servers or not servers[-1].is_alive:
-        servers.append(ForkServer())
-    return servers[-1]
+    """The server of this process; another one when it has ended."""
+    if not _servers or not _servers[-1].is_alive:
+        _servers.append(_Server())
+    return _servers[-1]
 
 
-#: Of programs that end in some way with a transfer of the simulated accelerator; ``at_exit`` runs last of all.
+#: Of programs that end in some way with a transfer of the simulated accelerator.
 SIMULATED_PREAMBLE = """
-import atexit
-at_exit = []
-atexit.register(lambda: [call() for call in at_exit])
 import os, sys, threading, torch
 from accelerators.simulated import SimulatedAccelerator
 from transfer import *
 simulated = SimulatedAccelerator()
 destination = simulated.device_empty(10, dtype=torch.bfloat16)
 """
+
+
+def succeeds(done, stdout="", stderr=""):
+    """Checks that a program has ended well, and all that it has written."""
+    assert (done.returncode, done.stdout, done.stderr) == (0, stdout, stderr)
 
 
 def ends_quietly(done, code, stderr):

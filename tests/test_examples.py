@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.running import run_python
 from transfer import ConfigError, TransferConfig, load_config
 
 ROOT = Path(__file__).parents[1]
@@ -54,12 +55,11 @@ PYTHON = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 @pytest.mark.parametrize("number", range(len(PYTHON)))
-def test_the_readmes_python_runs_and_prints_what_it_says(number, tmp_path):
-    script = tmp_path / "readme.py"
-    script.write_text(PYTHON[number])
-    out = run(script)
+def test_the_readmes_python_runs_and_prints_what_it_says(number):
+    done = run_python("-c", PYTHON[number], forked=True)
+    assert done.returncode == 0, done.stderr[-4000:]
     for line in re.findall(r"^print\(.*\)\n# (.*)$", PYTHON[number], re.MULTILINE):
-        assert line in out
+        assert line in done.stdout
 
 
 def test_the_readme_has_the_python_it_had():

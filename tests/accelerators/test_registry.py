@@ -187,6 +187,7 @@ def test_a_name_that_two_plug_ins_claim_is_refused(tmp_path, monkeypatch):
     assert get_accelerator("cpu").name == "cpu"
 
 
+@pytest.mark.slow
 def test_the_vendor_example_as_an_installed_package(tmp_path):
     pytest.importorskip("hatchling", reason="hatchling, which builds the example, is not installed here.")
     site = tmp_path / "site"
@@ -214,9 +215,12 @@ def test_the_vendor_example_as_an_installed_package(tmp_path):
     assert done.stdout == "done\n", done.stderr
 
 
+@pytest.mark.slow
 def test_the_vendor_examples_own_tests_pass():
     example = ROOT / "examples" / "acme_accelerator"
-    done = run_python("-m", "pytest", "-q", "-p", "no:cacheprovider", str(example), path=[example], timeout=250)
+    done = run_python(
+        "-m", "pytest", "-q", "-p", "no:cacheprovider", str(example), path=[example], timeout=250, forked=True
+    )
     assert done.returncode == 0, done.stdout[-3000:]
     assert " passed" in done.stdout
 
@@ -229,7 +233,7 @@ def test_require_accelerator_turns_a_skip_into_a_failure(tmp_path):
 
     def run(*options):
         return run_python(
-            "-m", "pytest", "-q", "-p", "accelerators.pytest_plugin", *options, str(tmp_path), cwd=tmp_path
+            "-m", "pytest", "-q", "-p", "accelerators.pytest_plugin", *options, str(tmp_path), cwd=tmp_path, forked=True
         )
 
     if "passed" in (skipped := run()).stdout:

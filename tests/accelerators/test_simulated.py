@@ -288,7 +288,7 @@ def test_a_signal_handler_may_wait_at_any_moment():
                 handled.append(torch.equal(inner, -values))
 
         signal.signal(signal.SIGALRM, handler)
-        for delay in range(200):
+        for delay in range(0, 200, 2):
             outer.fill_(-5)
             signal.setitimer(signal.ITIMER_REAL, 1e-4 + delay * 1e-5)
             transfer.copy(outer, values)

@@ -20,12 +20,12 @@ def seeds_where(holds):
 def staging_loop(accelerator, destination, source, chunk, *, mistake=None):
     """The textbook loop over two pinned buffers, with one mistake on request."""
     buffers = [accelerator.pin_empty(chunk, dtype=destination.dtype) for _ in range(2)]
-    guards = [None, None]
+    guards = {}
     other = accelerator.Stream()
     event = None
     for index, offset in enumerate(range(0, source.numel(), chunk)):
         slot = index % 2
-        if guards[slot] is not None and mistake != "no reuse wait":
+        if slot in guards and mistake != "no reuse wait":
             guards[slot].synchronize()
         piece = source[offset : offset + chunk]
         buffers[slot][: piece.numel()].copy_(piece)
@@ -85,13 +85,13 @@ def scratch_ring(accelerator, jobs, *, guards_belong_to_the_buffer):
     incoming, casting = accelerator.Stream(), accelerator.Stream()
     chunk = jobs[0][1].numel() // 4
     scratch = [accelerator.device_empty(chunk, dtype=torch.float32) for _ in range(2)]
-    guards = [None, None]
+    guards = {}
     for destination, source in jobs:
         if not guards_belong_to_the_buffer:
-            guards = [None, None]
+            guards = {}
         for index in range(4):
             slot = index % 2
-            if guards[slot] is not None:
+            if slot in guards:
                 incoming.wait_event(guards[slot])
             piece = slice(index * chunk, (index + 1) * chunk)
             with accelerator.stream(incoming):

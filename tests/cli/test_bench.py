@@ -92,7 +92,7 @@ def test_what_it_ran_on_is_noted(capsys):
 
 
 def test_json_is_all_that_is_printed():
-    done = run_python("-m", "transfer.cli", "bench", *SMALL, "--json", "--strategies", "pageable")
+    done = run_python("-m", "transfer.cli", "bench", *SMALL, "--json", "--strategies", "pageable", forked=True)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["command"] == "bench"
     assert "\x1b" not in done.stderr, "a progress bar without a terminal"

@@ -36,12 +36,12 @@ def test_the_script_runs_as_main_with_its_own_arguments_and_every_engine_attache
 
 
 def test_deepspeeds_launcher_puts_its_option_in_front(script):
-    done = run_python("-m", "transfer.cli", "--local_rank=1", "run", str(script), "--lr", "1e-4")
+    done = run_python("-m", "transfer.cli", "--local_rank=1", "run", str(script), "--lr", "1e-4", forked=True)
     assert seen(done)[1] == [str(script), "--local_rank=1", "--lr", "1e-4"]
 
 
 def test_a_module(script):
-    done = run_python("-m", "transfer.cli", "run", "-m", "train", "x", cwd=script.parent)
+    done = run_python("-m", "transfer.cli", "run", "-m", "train", "x", cwd=script.parent, forked=True)
     assert done.returncode == 3
     assert seen(done)[1][1:] == ["x"]
 

@@ -19,7 +19,6 @@ import torch
 
 from accelerators.simulated import SimulatedAccelerator
 from accelerators.testing import failing
-from tests.fork_server import run_forked
 from tests.nvme.tools import (
     CHUNK,
     PREAMBLE,
@@ -32,11 +31,12 @@ from tests.nvme.tools import (
     swap_out,
     values,
 )
+from tests.running import run_program, succeeds
 from transfer import FallbackWarning, StrategyUnavailableError, SwapError, SwapSpaceError, TransferError, nvme
 
 
 def run(program, root, **how):
-    return run_forked(PREAMBLE + textwrap.dedent(program), root, **how)
+    return run_program(PREAMBLE + textwrap.dedent(program), root, **how)
 
 
 @pytest.mark.parametrize("free", [0, 4096, 4096 + 40_960 - 1])
@@ -121,7 +121,7 @@ def test_a_limit_of_file_sizes(root):
         """,
         root,
     )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    succeeds(done)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="This system has no /dev/full.")
@@ -349,7 +349,7 @@ def test_an_interruption_while_workers_are_started(root):
         root,
         timeout=20,
     )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "stopped\nstopped\n", "")
+    succeeds(done, "stopped\nstopped\n")
 
 
 def test_an_interruption_while_writing(root):

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.fork_server import run_forked
 from tests.nvme.tools import PREAMBLE, files_below, swap_out
+from tests.running import run_program, succeeds
 from transfer import (
     ConfigError,
     NvmeSwappedTransfer,
@@ -167,11 +167,7 @@ def test_threads_that_make_a_root_at_the_same_moment(root):
 
 def run(program, *arguments, **how):
     """Runs a program whose ``child`` starts a process that ends as a program does."""
-    return run_forked(PREAMBLE + textwrap.dedent(program), *arguments, **how)
-
-
-def succeeds(done, stdout="", stderr=""):
-    assert (done.returncode, done.stdout, done.stderr) == (0, stdout, stderr)
+    return run_program(PREAMBLE + textwrap.dedent(program), *arguments, **how)
 
 
 @pytest.mark.slow

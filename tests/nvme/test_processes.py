@@ -4,9 +4,8 @@ import textwrap
 
 import pytest
 
-from tests.fork_server import run_forked
 from tests.nvme.tools import PREAMBLE, files_below
-from tests.running import ends_quietly
+from tests.running import ends_quietly, run_program, succeeds
 
 pytestmark = pytest.mark.slow
 
@@ -21,11 +20,7 @@ transfer = NvmeSwappedTransfer(accelerator=simulated, chunk_elements=65_536, pat
 
 
 def run(program, root, **how):
-    return run_forked(SIMULATED + textwrap.dedent(program), root, **how)
-
-
-def succeeds(done, stdout="", stderr=""):
-    assert (done.returncode, done.stdout, done.stderr) == (0, stdout, stderr)
+    return run_program(SIMULATED + textwrap.dedent(program), root, **how)
 
 
 SLOW_READS = """

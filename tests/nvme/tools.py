@@ -23,6 +23,7 @@ from tests.nvme.tools import swap_out
 torch.set_num_threads(1)  # torch's own threads do not survive a fork
 
 def child(work, *arguments):
+    sys.stdout.flush()  # else each of them writes what waits in the buffer
     pid = os.fork()
     if pid == 0:
         signal.alarm(45)  # it does not outlive a test that failed

@@ -285,6 +285,6 @@ def test_names_of_hardware(monkeypatch):
 def test_the_cpu_without_proc(monkeypatch):
     monkeypatch.setattr(hardware, "Path", lambda _name: textwrap)  # has no read_text
     monkeypatch.setattr(textwrap, "read_text", lambda **_how: "processor: 0\n", raising=False)
-    monkeypatch.setattr(hardware.platform, "processor", lambda: "")
-    monkeypatch.setattr(hardware.platform, "machine", lambda: "riscv64")
+    monkeypatch.setattr("accelerators.hardware.platform.processor", lambda: "")
+    monkeypatch.setattr("accelerators.hardware.platform.machine", lambda: "riscv64")
     assert hardware.cpu_model.__wrapped__() == "riscv64"

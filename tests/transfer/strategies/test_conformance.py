@@ -93,6 +93,11 @@ class TestPinnedDirectInChunks(OnDevices, TransferConformance):
     def make_transfer(self, accelerator):
         return PreparesFirst(accelerator=accelerator, mapped=False, chunk_elements=256)
 
+    def test_more_than_a_mebibyte(self, accelerator, transfer):
+        """In tens of chunks: thousands take seconds."""
+        with PreparesFirst(accelerator=accelerator, mapped=False, chunk_elements=10_000) as larger:
+            super().test_more_than_a_mebibyte(accelerator, larger)
+
 
 class TestPinnedDirectInChunksWithOneBuffer(Buffers):
     def make_transfer(self, accelerator):

@@ -4,7 +4,7 @@ import textwrap
 
 import pytest
 
-from tests.running import SIMULATED_PREAMBLE, ends_quietly, run_python
+from tests.running import SIMULATED_PREAMBLE, ends_quietly, run_program, succeeds
 
 PREAMBLE = f"""{SIMULATED_PREAMBLE}
 transfer = PinnedDirectTransfer(accelerator=simulated, chunk_elements=3, mapped=False, fallback=False)
@@ -12,8 +12,8 @@ source = torch.arange(10.0)
 """
 
 
-def run(program, timeout=120):
-    return run_python("-W", "error", "-c", PREAMBLE + textwrap.dedent(program), timeout=timeout)
+def run(program, **how):
+    return run_program(PREAMBLE + textwrap.dedent(program), **how)
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ def run(program, timeout=120):
     [("", 0, ""), ("sys.exit(3)", 3, ""), ("raise OSError('mine')", 1, "OSError: mine\n"), ("del transfer", 0, "")],
 )
 def test_ending_without_close_is_quiet(end, code, stderr):
-    done = run(f"transfer.prepare(source)\ncopy = transfer.submit(destination, source)\n{end}")
+    done = run(f"transfer.prepare(source)\ncopy = transfer.submit(destination, source)\n{end}", tear_down=True)
     ends_quietly(done, code, stderr)
 
 
@@ -32,7 +32,7 @@ def test_at_exit_everything_is_waited_for_and_given_back():
         transfer.submit(destination, source)
         assert simulated.pinned_bytes == 40
     """)
-    assert (done.stdout, done.stderr) == ("0 True\n", "")
+    succeeds(done, "0 True\n")
 
 
 def test_a_fork_gets_a_clear_error_and_leaves_the_registrations_alone():
@@ -74,7 +74,7 @@ def test_a_fork_gets_a_clear_error_and_leaves_the_registrations_alone():
         assert simulated.pinned_bytes == 0
         print("parent works")
     """)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "parent works\n", "")
+    succeeds(done, "parent works\n")
 
 
 def test_a_fork_while_another_thread_page_locks_does_not_hang():
@@ -112,4 +112,4 @@ def test_a_fork_while_another_thread_page_locks_does_not_hang():
     """,
         timeout=60,
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    succeeds(done)
