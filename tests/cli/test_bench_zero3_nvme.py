@@ -154,7 +154,7 @@ def test_the_title_says_where_the_state_is():
 
 def test_masters_are_read_from_deepspeeds_files_where_they_are_swapped(tmp_path):
     values, kept, placeholder = torch.randn(8), torch.randn(3), torch.zeros(1)
-    placeholder.ds_id = 7
+    placeholder.ds_id = 7  # type: ignore[attr-defined]
     (tmp_path / "master.swp").write_bytes(values.numpy().tobytes() + bytes(480))  # padded, as DeepSpeed does
     info = SimpleNamespace(
         tensors=[SimpleNamespace(swap_path=str(tmp_path / "master.swp"))],
