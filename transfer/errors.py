@@ -39,7 +39,7 @@ import errno
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 #: What the system says where there is no room: on the drive, in the quota, below the limit of the process.
@@ -205,6 +205,18 @@ class MachineProfileWarning(TransferWarning):
 
 class PinnedMemoryWarning(TransferWarning):
     """The accelerator rounds pinned memory up, so that a staging buffer takes much more than it holds."""
+
+
+def run_all(actions: Iterable[Callable[[], object]]) -> None:
+    """Runs every action, also after an error; then raises the first error, Ctrl-C among them."""
+    first: BaseException | None = None
+    for action in actions:
+        try:
+            action()
+        except BaseException as error:  # noqa: BLE001, PERF203 - it is raised below
+            first = first or error
+    if first is not None:
+        raise first
 
 
 _OURS = ("transfer", "contextlib")

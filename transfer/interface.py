@@ -1,8 +1,7 @@
 """The interface of every way to bring values from host memory into an accelerator's memory.
 
-To add one, subclass ``HostToDeviceTransfer``, write ``_submit``, and register the class
-(``transfer.register_strategy``). ``transfer/strategies/pageable.py`` is the shortest example, and
-``transfer.testing.TransferConformance`` is the check.
+To add one, subclass ``HostToDeviceTransfer``, write ``_submit``, and register the class (``register_strategy``).
+``transfer/strategies/pageable.py`` is the shortest example, ``transfer.testing.TransferConformance`` the check.
 
 ``submit`` and ``copy`` validate; then ``_run`` asks ``why_not``, ``_perform`` counts, and ``_submit`` copies.
 """
@@ -12,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -166,12 +165,14 @@ class HostToDeviceTransfer(ABC):
     def copy(self, destination: Tensor, source: Tensor | SwappedTensor) -> None:
         """``submit``, then ``wait``: blocks until the destination holds the values; raises what they raise."""
         if type(self).submit is HostToDeviceTransfer.submit:
-            copy = self._start(destination, source, waits=True)
-        else:  # a subclass that does more in `submit`
-            copy = self.submit(destination, source)
-        if copy is not FINISHED:
-            with self._draining(destination):
-                copy.wait()
+            self._start(destination, source, waits=True)
+            return
+        accelerator = self.accelerator
+        try:  # a subclass that does more in `submit`
+            self.submit(destination, source).wait()
+        except BaseException as error:
+            _drain(accelerator, destination, error)
+            raise
 
     def prepare(self, source: Tensor) -> None:
         """A hint: this storage will be copied from many times.
@@ -183,10 +184,7 @@ class HostToDeviceTransfer(ABC):
         """
 
     def unprepare(self, source: Tensor) -> None:
-        """Undoes ``prepare`` for this storage; does nothing for one that was not prepared.
-
-        Blocks until no copy of this object reads it. Freeing the storage undoes ``prepare`` too, as does ``close``.
-        """
+        """Undoes ``prepare`` for this storage, as freeing it and ``close`` do. Blocks until no copy here reads it."""
 
     def drain(self) -> None:
         """Blocks until the device is idle, as after an error. Raises what the accelerator reports."""
@@ -225,8 +223,16 @@ class HostToDeviceTransfer(ABC):
                 "returns, or by transfer.nvme.swap_in"
             )
         accelerator = self.accelerator
-        with self._draining(destination), torch.no_grad():
-            return self._run(accelerator, destination.detach(), source, waits)
+        # One frame for submit and wait: between two of them, Ctrl-C would leave a copy in flight.
+        try:
+            with torch.no_grad():
+                copy = self._run(accelerator, destination.detach(), source, waits)
+            if waits:
+                copy.wait()
+            return copy
+        except BaseException as error:
+            _drain(accelerator, destination, error)
+            raise
 
     def _run(self, accelerator: Accelerator, destination: Tensor, source: Any, waits: bool) -> InFlightCopy:
         """Makes one copy: a plain one within the host or the device, else the strategy's own, if it can make it."""
@@ -269,31 +275,26 @@ class HostToDeviceTransfer(ABC):
             self.close()
         self._accelerator = accelerator
 
-    @contextlib.contextmanager
-    def _draining(self, destination: Tensor) -> Iterator[None]:
-        """Waits for the device before any exception goes on; errors of ``accelerators`` become ours."""
-        try:
-            yield
-        except BaseException as error:
-            with contextlib.suppress(Exception):
-                self.accelerator.synchronize(destination.device.index)
-            if isinstance(error, AcceleratorError):
-                raise AcceleratorFailedError(str(error)) from error
-            raise
-
     @property
     def _is_forked(self) -> bool:
         return self._process not in (None, os.getpid())
 
     def _check_process(self) -> None:
-        process = os.getpid()
-        if self._process not in (None, process):
+        if self._is_forked:
             raise ForkedProcessError(
                 f"this {type(self).__name__} was first used in process {self._process} and cannot be used "
-                f"in its fork {process}; build a new one there"
+                f"in its fork {os.getpid()}; build a new one there"
             )
-        self._process = process
+        self._process = os.getpid()
 
 
 def _is_host_to_device(accelerator: Accelerator, destination: Tensor, source: Any) -> bool:
     return accelerator.on_device(destination) and (not isinstance(source, Tensor) or accelerator.on_host(source))
+
+
+def _drain(accelerator: Accelerator, destination: Any, error: BaseException) -> None:
+    """Waits for the device, so that nothing is in flight after an error; one of ``accelerators`` becomes ours."""
+    with contextlib.suppress(Exception):
+        accelerator.synchronize(destination.device.index)
+    if isinstance(error, AcceleratorError):
+        raise AcceleratorFailedError(str(error)) from error

@@ -174,7 +174,7 @@ class TransferPolicy:
         from_file = isinstance(source, SwappedTensor)
 
         def is_for(name: str) -> bool:
-            return get_strategy(name).reads_swapped if from_file else name != NVME_SWAPPED
+            return self.strategy(name).reads_swapped if from_file else name != NVME_SWAPPED
 
         for index, rule in enumerate(self.config.rules):
             if is_for(rule.use):
@@ -234,7 +234,7 @@ class TransferPolicy:
         ]
         choice = fastest(
             profile,
-            {name: self.config.section(name) for name in able},
+            {name: self.strategy(name).config for name in able},
             source.numel(),
             source.dtype,
             destination.dtype,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import Tensor
 from accelerators import Accelerator
 
 from .config_file import ConfigLike
-from .errors import FallbackWarning, StrategyUnavailableError, warn_caller
+from .errors import FallbackWarning, StrategyUnavailableError, run_all, warn_caller
 from .in_flight import InFlightCopy
 from .interface import HostToDeviceTransfer
 from .policy import Decision, TransferPolicy
@@ -65,19 +64,20 @@ class RoutedTransfer(HostToDeviceTransfer):
         return merged(*(strategy.stats() for strategy in self._strategies))
 
     def prepare(self, source: Tensor) -> None:
+        self._check_process()
         for name in self.policy.preparing(source):
             self._prepare(name, source)
 
     def unprepare(self, source: Tensor) -> None:
+        if self._is_forked:
+            return
         for strategy in self._strategies:
             strategy.unprepare(source)
 
     def close(self) -> None:
         if self._is_forked:
             return
-        with contextlib.ExitStack() as closing:  # closes all of them, then raises the first error
-            for strategy in self._strategies:
-                closing.callback(strategy.close)
+        run_all([strategy.close for strategy in self._strategies])
 
     def _prepare(self, name: str, source: Tensor) -> None:
         try:
@@ -118,7 +118,6 @@ class RoutedTransfer(HostToDeviceTransfer):
         """Makes a copy after the system has refused what a strategy needs. Nothing is written yet."""
         reason: str | None = str(error)
         while True:
-            strategy._counters.add(passed_on=1)
             if strategy.why_not(destination, source) is None:  # else it was overtaken, by an `unprepare` perhaps
                 self._warn(refused[-1], f"{reason} The copy takes a slower way")
             simpler = self._simplified(strategy)
@@ -128,6 +127,7 @@ class RoutedTransfer(HostToDeviceTransfer):
                 decision = self.policy.choose(accelerator, destination, source, waits=waits, without=refused)
                 if decision.strategy in refused:
                     raise error
+                strategy._counters.add(passed_on=1)
                 refused.append(decision.strategy)
                 strategy = self.policy.strategy(decision.strategy)
             try:
@@ -140,9 +140,9 @@ class RoutedTransfer(HostToDeviceTransfer):
         config = strategy.config.simpler() if isinstance(strategy.config, StrategyConfig) else None
         if config is None:
             return None
-        if strategy not in self._simpler:
-            self._simpler[strategy] = type(strategy)(config, self._choice.given)
-        return self._simpler[strategy]
+        known = self._simpler.get(strategy)
+        # Of two threads, the second's is dropped before it holds anything.
+        return known or self._simpler.setdefault(strategy, type(strategy)(config, self._choice.given))
 
     def _say(self, decision: Decision) -> None:
         if decision not in self._logged and len(self._logged) < MOST_LOGGED:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
+
+from ..errors import run_all
 
 
 class Holding(Protocol):
@@ -50,6 +53,7 @@ class Holdings:
         self._held: dict[Hashable, Any] = {}
         #: The keys of what is to be closed.
         self.requested: set[Hashable] = set()
+        self._opening: set[Hashable] = set()  # apart, as a close may be requested while something opens
         self._process: int | None = None
 
     def get(self, key: Hashable, make: Callable[[], HoldingT]) -> HoldingT:
@@ -59,13 +63,13 @@ class Holdings:
             Exception: What opening it raises. It is not held then, unless closing it failed too: ``close_requested``
                 tries that again.
         """
-        if key in self._held and key not in self.requested:
+        if key in self._held and key not in self.requested and key not in self._opening:
             held: HoldingT = self._held[key]
             return held
         self._close(key)  # marked by a close inside the copy that asks now
         self._process = os.getpid()
         made = make()
-        self.requested.add(key)  # first, so that an interrupt at any point leaves nothing that is never closed
+        self._opening.add(key)  # first, so that what an interrupt leaves half open is closed and not used
         self._held[key] = made
         try:
             made.open()
@@ -73,7 +77,7 @@ class Holdings:
             with contextlib.suppress(Exception):
                 self._close(key)
             raise
-        self.requested.discard(key)
+        self._opening.discard(key)
         return made
 
     def total(self, attribute: str) -> int:
@@ -94,10 +98,8 @@ class Holdings:
         Raises:
             Exception: The first error of them. What raised stays marked, and the others are closed.
         """
-        with contextlib.ExitStack() as closing:  # last in, first out: so the first made is closed last
-            for key in tuple(self._held):
-                if key in self.requested:
-                    closing.callback(self._close, key)
+        while marked := [key for key in reversed(self._held) if key in self.requested or key in self._opening]:
+            run_all([functools.partial(self._close, key) for key in marked])  # again: closing may ask for more
 
     def _close(self, key: Hashable) -> None:
         held = self._held.get(key)
@@ -105,6 +107,7 @@ class Holdings:
             held.close()
         self._held.pop(key, None)
         self.requested.discard(key)
+        self._opening.discard(key)
 
     @property
     def _is_here(self) -> bool:

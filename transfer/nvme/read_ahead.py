@@ -276,7 +276,7 @@ def reading(
     with open_swapped(swapped, direct) as file:
         ahead = ReadAhead(file, request_bytes, checksums)
         try:
-            ahead.start_workers(pool, threads)
+            ahead.start_workers(pool, min(threads, -(-swapped.nbytes // request_bytes)))
             yield ahead, chunks
         finally:
             ahead.drain()

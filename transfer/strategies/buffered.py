@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from accelerators import Accelerator
 
@@ -16,11 +16,13 @@ from ..interface import HostToDeviceTransfer
 from ..memory.holdings import Holdings
 from ..schema.model import StrategyConfig
 
+T = TypeVar("T")
+
 
 class BufferedTransfer(HostToDeviceTransfer):
     """A strategy whose threads take turns, as they share what is in ``_held``.
 
-    Subclasses write ``_submit``, within ``_turn``. A submit from inside another one of the same thread (a signal
+    Subclasses write ``_submit``, through ``_take_turn``. A submit from inside another one of the same thread (a signal
     handler, a finalizer) raises ``TransferBusyError``. A close from there takes effect when the outer submit ends.
     """
 
@@ -65,9 +67,15 @@ class BufferedTransfer(HostToDeviceTransfer):
         finally:
             self._busy = False
 
-    @contextlib.contextmanager
-    def _turn(self) -> Iterator[None]:
-        """The block in which one copy or ``prepare`` uses what is held; at its end, what was marked is closed."""
+    def _take_turn(self, work: Callable[..., T], *arguments: Any) -> T:
+        """Runs ``work``, which uses what is held, alone; closes what was marked meanwhile.
+
+        One frame, and no generator: a signal at any point of it gives the lock back.
+
+        Raises:
+            TransferBusyError: This thread is in the middle of another copy or close.
+            Exception: What ``work`` raises.
+        """
         with self._lock:
             if self._busy:
                 raise TransferBusyError(
@@ -78,9 +86,10 @@ class BufferedTransfer(HostToDeviceTransfer):
                 self._busy = True
                 if self._held.requested:  # an earlier close was interrupted
                     self._held.close_requested()
-                yield
+                result = work(*arguments)
                 if self._held.requested:
                     self._held.close_requested()
+                return result
             except BaseException:
                 with contextlib.suppress(Exception):  # the next close tries again
                     self._held.close_requested()

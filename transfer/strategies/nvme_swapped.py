@@ -151,12 +151,13 @@ class NvmeSwappedTransfer(BufferedTransfer):
     def _submit(self, destination: Tensor, source: SwappedTensor) -> InFlightCopy:
         capabilities = self._accelerator.capabilities
         pins = self.config.pinned and capabilities.why_not("events", "pins_host_memory") is None
-        with self._turn():
-            if not pins or not self._accelerator.on_device(destination):
-                return self._plainly(destination, source)
-            if self.config.cast == "device" and capabilities.why_not("streams", "copies_asynchronously") is None:
-                return self._cast_on_device(destination, source)
-            return self._cast_on_host(destination, source)
+        if not pins or not self._accelerator.on_device(destination):
+            way = self._plainly
+        elif self.config.cast == "device" and capabilities.why_not("streams", "copies_asynchronously") is None:
+            way = self._cast_on_device
+        else:
+            way = self._cast_on_host
+        return self._take_turn(way, destination, source)
 
     def _cast_on_device(self, destination: Tensor, source: SwappedTensor) -> InFlightCopy:
         ring = self._ring(destination, torch.uint8)

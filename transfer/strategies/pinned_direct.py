@@ -105,12 +105,14 @@ class PinnedDirectTransfer(BufferedTransfer):
         with self._lock:
             if self._busy:  # in the middle of a copy of this thread: the hint is dropped
                 return
-            with self._turn():
-                locks = self._locks()
-                if page_locks.joined(accelerator, source, locks.owner) is None:
-                    locks.release_stale()
-                    if not accelerator.is_pinned(source):
-                        self._page_lock(accelerator, source, locks.owner)
+            self._take_turn(self._prepare, accelerator, source)
+
+    def _prepare(self, accelerator: Accelerator, source: Tensor) -> None:
+        locks = self._locks()
+        if page_locks.joined(accelerator, source, locks.owner) is None:
+            locks.release_stale()
+            if not accelerator.is_pinned(source):
+                self._page_lock(accelerator, source, locks.owner)
 
     def unprepare(self, source: Tensor) -> None:
         if self._is_forked:
@@ -145,33 +147,32 @@ class PinnedDirectTransfer(BufferedTransfer):
             ) from error
 
     def _submit(self, destination: Tensor, source: Tensor) -> InFlightCopy:
-        return self._send(destination, source, mapped=bool(self.config.mapped))
+        return self._take_turn(self._send, destination, source, bool(self.config.mapped))
 
     def _submit_for_copy(self, destination: Tensor, source: Tensor) -> InFlightCopy:
-        return self._send(destination, source, mapped=False)
+        return self._take_turn(self._send, destination, source, False)
 
-    def _send(self, destination: Tensor, source: Tensor, *, mapped: bool) -> InFlightCopy:
+    def _send(self, destination: Tensor, source: Tensor, mapped: bool) -> InFlightCopy:
         accelerator = self._accelerator
-        with self._turn():
-            locks = self._locks()
-            lock = page_locks.joined(accelerator, source, locks.owner)
-            if lock is None and locks.release_stale() and not accelerator.is_pinned(source):
-                raise StrategyUnavailableError(f"{NOT_PAGE_LOCKED} any more: its memory was another tensor's.")
-            # Foreign pinned memory may be only partly pinned. The copy engine reports that as an error; a kernel would
-            # poison the context.
-            view = _mapped_view(accelerator, destination, source) if mapped and lock is not None else None
-            ring = self._ring(destination, source.dtype)
-            if view is not None:
-                chunks = [(destination, view)]
-            else:
-                chunks = list(paired_chunks(destination, source, self.config.chunk_elements))
-                if destination.dtype != source.dtype or not destination.is_contiguous():
-                    self._allocate(ring, source.dtype)
-            with ring.session():
-                for target, values in chunks:
-                    ring.send(target, values)
-                # The source as the device addresses it lives as long as the copy too.
-                return ring.finish(destination, (source, chunks))
+        locks = self._locks()
+        lock = page_locks.joined(accelerator, source, locks.owner)
+        if lock is None and locks.release_stale() and not accelerator.is_pinned(source):
+            raise StrategyUnavailableError(f"{NOT_PAGE_LOCKED} any more: its memory was another tensor's.")
+        # Foreign pinned memory may be only partly pinned. The copy engine reports that as an error; a kernel would
+        # poison the context.
+        view = _mapped_view(accelerator, destination, source) if mapped and lock is not None else None
+        ring = self._ring(destination, source.dtype)
+        if view is not None:
+            chunks = [(destination, view)]
+        else:
+            chunks = list(paired_chunks(destination, source, self.config.chunk_elements))
+            if destination.dtype != source.dtype or not destination.is_contiguous():
+                self._allocate(ring, source.dtype)
+        with ring.session():
+            for target, values in chunks:
+                ring.send(target, values)
+            # The source as the device addresses it lives as long as the copy too.
+            return ring.finish(destination, (source, chunks))
 
     def _locks(self) -> page_locks.OwnedLocks:
         settle = functools.partial(_settle, self._held)

@@ -56,12 +56,14 @@ class PinnedStagedTransfer(BufferedTransfer):
         return self.accelerator.capabilities.why_not("events", "pins_host_memory")
 
     def _submit(self, destination: Tensor, source: Tensor) -> InFlightCopy:
+        return self._take_turn(self._send, destination, source)
+
+    def _send(self, destination: Tensor, source: Tensor) -> InFlightCopy:
         event: Any = None
-        with self._turn():
-            ring = self._ring(destination)
-            with ring.session():
-                for target, values in paired_chunks(destination, source, self.config.chunk_elements):
-                    event = ring.send(target, values)
+        ring = self._ring(destination)
+        with ring.session():
+            for target, values in paired_chunks(destination, source, self.config.chunk_elements):
+                event = ring.send(target, values)
         return EventCopy(event, destination, counters=self._counters)
 
     def _ring(self, destination: Tensor) -> StagingRing:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..config import TransferConfig
+from ..errors import run_all
 from ..in_flight import InFlightCopy
 from ..interface import HostToDeviceTransfer
 from .plan import StepPlan
@@ -76,10 +78,9 @@ class Attachment:
 
     def unprepare(self, stage3: Stage3) -> None:
         """Undoes ``prepare`` for every master and buffer."""
-        self._swap_buffers.unprepare()
-        for sub_group_id in tuple(self._prepared):
-            self.transfer.unprepare(stage3.master(sub_group_id))
-            del self._prepared[sub_group_id]
+        prepared, self._prepared = self._prepared, {}
+        masters = [functools.partial(self.transfer.unprepare, stage3.master(each)) for each in prepared]
+        run_all([self._swap_buffers.unprepare, *masters])
 
     def submit(self, sub_group_id: int, destination: Any, source: Any) -> None:
         """Starts a copy that ``finish`` waits for."""
@@ -102,9 +103,7 @@ class Attachment:
         if self._interrupted:  # there may be a copy that is not in the list
             self.transfer.drain()
             self._interrupted = False
-        with contextlib.ExitStack() as waiting:  # all of them, then the first error
-            for entry in reversed(self._in_flight):
-                waiting.callback(entry[1].wait)
+        run_all([copy.wait for _, copy in self._in_flight])
         self._in_flight.clear()
 
     @contextlib.contextmanager
@@ -126,8 +125,5 @@ class Attachment:
         Raises:
             Exception: The first error of these; each of them has been tried.
         """
-        with contextlib.ExitStack() as closing:  # finish, close, unprepare
-            closing.callback(self.unprepare, stage3)
-            if close or self.config is not None:
-                closing.callback(self.transfer.close)
-            self.finish()
+        closes = [self.transfer.close] if close or self.config is not None else []
+        run_all([self.finish, *closes, functools.partial(self.unprepare, stage3)])

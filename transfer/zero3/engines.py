@@ -12,13 +12,13 @@ device, DeepSpeed's own code runs. ``step`` has the other patches of a step, whi
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 from ..config_file import ConfigLike, resolve_config
-from ..errors import AttachError
+from ..errors import AttachError, run_all
 from ..interface import HostToDeviceTransfer
 from ..routing import build_transfer
 from . import checkpoint, patching, stage3, step
@@ -129,9 +129,7 @@ def uninstall() -> None:
     """
     by_install = attachments.uninstall()
     _unpatch_if_idle()
-    with contextlib.ExitStack() as closing:  # all of them, then the first error
-        for optimizer, attachment in by_install:
-            closing.callback(attachment.give_up, Stage3(optimizer))
+    run_all([functools.partial(attachment.give_up, Stage3(optimizer)) for optimizer, attachment in by_install])
 
 
 def _configure(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,10 +7,11 @@ From DeepSpeed 0.19.4 on they are locked, but not registered with the device.
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import weakref
 from typing import Any
 
+from ..errors import run_all
 from ..interface import HostToDeviceTransfer
 from .stage3 import Stage3, buffers_of
 
@@ -49,6 +50,4 @@ class SwapBuffers:
 
 
 def _unprepare(transfer: HostToDeviceTransfer, manager: Any) -> None:
-    with contextlib.ExitStack() as each:  # all of them, then the first error
-        for buffer in buffers_of(manager):
-            each.callback(transfer.unprepare, buffer)
+    run_all([functools.partial(transfer.unprepare, buffer) for buffer in buffers_of(manager)])
