@@ -85,8 +85,8 @@ MUTANTS = [
     Mutant(
         "nothing waits for the device before an error goes on",
         "transfer/interface.py",
-        "                self.accelerator.synchronize(destination.device.index)\n",
-        "                pass\n",
+        "        accelerator.synchronize(destination.device.index)\n",
+        "        pass\n",
         (SUITE + "TestPinnedStaged", SUITE + "TestPinnedDirect"),
     ),
     Mutant(
@@ -138,8 +138,8 @@ MUTANTS = [
     Mutant(
         "a ZeRO-3 step ends before its copies",
         "transfer/zero3/attachment.py",
-        "                waiting.callback(entry[1].wait)\n",
-        "                pass\n",
+        "        run_all([copy.wait for _, copy in self._in_flight])\n",
+        "",
         ("tests/zero3/test_deferred.py",),
     ),
     Mutant(

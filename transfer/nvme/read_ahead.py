@@ -276,7 +276,8 @@ def reading(
     with open_swapped(swapped, direct) as file:
         ahead = ReadAhead(file, request_bytes, checksums)
         try:
-            ahead.start_workers(pool, min(threads, -(-swapped.nbytes // request_bytes)))
+            requests = len(chunks) * -(-chunks[0].length // request_bytes)  # the first chunk is the longest
+            ahead.start_workers(pool, min(threads, requests))
             yield ahead, chunks
         finally:
             ahead.drain()
