@@ -321,7 +321,10 @@ def test_an_interruption_while_reading(root, any_accelerator, repeat):
 
 @pytest.mark.slow
 def test_an_interruption_while_workers_are_started(root):
-    """Those that were started already go back to the pool: else the next copy, and the end of the process, hang."""
+    """Those that were started already go back to the pool: else the next copy, and the end of the process, hang.
+
+    The file takes several requests, and so several workers.
+    """
     done = run(
         """
         from accelerators.simulated import SimulatedAccelerator
@@ -334,8 +337,8 @@ def test_an_interruption_while_workers_are_started(root):
             return future
         start_on, read_ahead.start_on, started = read_ahead.start_on, interrupted, []
         transfer = NvmeSwappedTransfer(accelerator=SimulatedAccelerator(), chunk_elements=65_536, threads=2)
-        destination = transfer.accelerator.device_empty(200_000, dtype=torch.bfloat16)
-        swapped = swap_out(torch.ones(200_000), root)
+        destination = transfer.accelerator.device_empty(3_000_000, dtype=torch.bfloat16)
+        swapped = swap_out(torch.ones(3_000_000), root)
         for read in (lambda: transfer.copy(destination, swapped), lambda: nvme.swap_in(swapped)):
             started.clear()
             try:
