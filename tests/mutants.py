@@ -77,8 +77,8 @@ MUTANTS = [
     ),
     Mutant(
         "a source is given back to the system while the device reads it",
-        "transfer/memory/page_locks.py",
-        "        self._owned._settle()\n",
+        "transfer/memory/owned_locks.py",
+        "        self._owned.settle()\n",
         "",
         (SUITE + "TestPinnedDirect", "tests/transfer/strategies/test_pinned_direct.py"),
     ),

@@ -14,6 +14,7 @@ from ..accelerator_choice import accelerator_errors
 from ..errors import TransferBusyError
 from ..interface import HostToDeviceTransfer
 from ..memory.holdings import Holdings
+from ..memory.owned_locks import OwnedLocks
 from ..schema.model import StrategyConfig
 
 T = TypeVar("T")
@@ -99,5 +100,8 @@ class BufferedTransfer(HostToDeviceTransfer):
 
 
 def _close_all(held: Holdings) -> None:
+    """A finalizer, so it waits for no other thread's lock."""
+    for locks in held.of(OwnedLocks):
+        locks.is_abandoned = True
     held.request_close()
     held.close_requested()

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from ..config import TransferConfig
 from ..errors import run_all
 from ..in_flight import InFlightCopy
@@ -37,7 +39,7 @@ class Attachment:
     plan: StepPlan | None = None
     _in_flight: list[tuple[int, InFlightCopy]] = field(default_factory=list)
     _interrupted: bool = False
-    _prepared: dict[int, tuple[weakref.ref[Any], int]] = field(default_factory=dict)
+    _masters: dict[int, weakref.ref[torch.UntypedStorage]] = field(default_factory=dict)  # those that were prepared
     _swap_buffers: SwapBuffers = field(init=False)
 
     def __post_init__(self) -> None:
@@ -59,28 +61,34 @@ class Attachment:
         return pair if pair is not None and self.transfer.is_host_to_device(*pair) else None
 
     def prepare(self, stage3: Stage3, sub_group_id: int, master: Any) -> None:
-        """Prepares the memory that the copy-backs of a sub-group read.
+        """Prepares the memory that the copy-backs of a sub-group read: the master, or DeepSpeed's swap buffers.
 
-        That is the master, again whenever its storage is replaced or moves; for one on NVMe, DeepSpeed's swap buffers.
+        Called for every copy-back: the transfer alone knows what it holds, and may have been closed or refused before.
         """
-        storage = master.untyped_storage()
-        address = storage.data_ptr()
-        known = self._prepared.get(sub_group_id)
-        if known is not None and known[0]() is storage and known[1] == address:
-            return
         if stage3.overrides_step:
             return  # such an optimizer moves its masters, and page-locked memory must not move
         if stage3.is_swapped(sub_group_id):
             self._swap_buffers.prepare(stage3)
             return
+        storage, before = master.untyped_storage(), self._masters.get(sub_group_id)
+        if before is None or before() is not storage:
+            self._masters[sub_group_id] = weakref.ref(storage)  # first, so that an interrupt leaves none behind
+            if before is not None:
+                self._unprepare(before)
         self.transfer.prepare(master)
-        self._prepared[sub_group_id] = weakref.ref(storage), address
 
-    def unprepare(self, stage3: Stage3) -> None:
+    def unprepare(self) -> None:
         """Undoes ``prepare`` for every master and buffer."""
-        prepared, self._prepared = self._prepared, {}
-        masters = [functools.partial(self.transfer.unprepare, stage3.master(each)) for each in prepared]
-        run_all([self._swap_buffers.unprepare, *masters])
+        masters, self._masters = self._masters, {}
+        run_all(
+            [self._swap_buffers.unprepare, *(functools.partial(self._unprepare, each) for each in masters.values())]
+        )
+
+    def _unprepare(self, reference: weakref.ref[torch.UntypedStorage]) -> None:
+        """For a storage that was a master's, unless it is another one's still."""
+        storage = reference()
+        if storage is not None and all(other() is not storage for other in self._masters.values()):
+            self.transfer.unprepare(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
 
     def submit(self, sub_group_id: int, destination: Any, source: Any) -> None:
         """Starts a copy that ``finish`` waits for."""
@@ -117,7 +125,7 @@ class Attachment:
             raise
         self.finish()
 
-    def give_up(self, stage3: Stage3, *, close: bool = False) -> None:
+    def give_up(self, *, close: bool = False) -> None:
         """Waits for what is in flight and gives back what was prepared.
 
         A transfer that was built for this attachment is closed; with ``close``, so is a caller's.
@@ -126,4 +134,4 @@ class Attachment:
             Exception: The first error of these; each of them has been tried.
         """
         closes = [self.transfer.close] if close or self.config is not None else []
-        run_all([self.finish, *closes, functools.partial(self.unprepare, stage3)])
+        run_all([self.finish, *closes, self.unprepare])

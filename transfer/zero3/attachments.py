@@ -73,7 +73,7 @@ class Attachments:
                 if pair is not None:
                     attachment.prepare(stage3, sub_group_id, pair[1])
         except BaseException:
-            attachment.give_up(stage3)
+            attachment.give_up()
             raise
         if stage3.keeps_masters_in_memory and not any(pairs):
             logger.warning(
@@ -86,7 +86,7 @@ class Attachments:
             self._by_optimizer[optimizer] = attachment
             self._detached.discard(optimizer)
         if before is not None and before.transfer is not attachment.transfer:
-            before.give_up(stage3)
+            before.give_up()
 
     def remove(self, optimizer: Any) -> Attachment | None:
         """Takes an optimizer's attachment away, and returns it; ``install`` does not attach it again."""

@@ -12,7 +12,6 @@ device, DeepSpeed's own code runs. ``step`` has the other patches of a step, whi
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +25,6 @@ from .attachment import Attachment
 from .attachments import Installed, attachments
 from .config import config_for_engine
 from .patching import Patch
-from .stage3 import Stage3
 
 
 def attach(engine: Any, transfer: HostToDeviceTransfer | ConfigLike | None = None) -> HostToDeviceTransfer:
@@ -91,7 +89,7 @@ def detach(engine: Any) -> None:
     attachment = attachments.remove(optimizer)
     _unpatch_if_idle()
     if attachment is not None:
-        attachment.give_up(Stage3(optimizer))
+        attachment.give_up()
 
 
 def install(config: ConfigLike | None = None) -> None:
@@ -129,7 +127,7 @@ def uninstall() -> None:
     """
     by_install = attachments.uninstall()
     _unpatch_if_idle()
-    run_all([functools.partial(attachment.give_up, Stage3(optimizer)) for optimizer, attachment in by_install])
+    run_all([attachment.give_up for _, attachment in by_install])
 
 
 def _configure(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -156,7 +154,7 @@ def _destroy(original: Callable[..., Any]) -> Callable[..., Any]:
         attachment = attachments.remove(optimizer)
         try:
             if attachment is not None:
-                attachment.give_up(Stage3(optimizer), close=True)
+                attachment.give_up(close=True)
         finally:
             original(optimizer, *args, **kwargs)
             _unpatch_if_idle()
