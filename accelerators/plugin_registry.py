@@ -7,9 +7,11 @@ asked for, so an installed plug-in costs nothing to those who do not use it.
 from __future__ import annotations
 
 import difflib
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from importlib import metadata
+from pathlib import Path
 from typing import Generic, TypeVar, cast
 
 T = TypeVar("T")
@@ -24,6 +26,10 @@ def nearest(name: str, allowed: Sequence[str], cutoff: float = 0.6) -> str | Non
 
 class Registry(Generic[T]):
     """Names to values, from ``add`` and from an entry-point group. Thread-safe.
+
+    Finding the entry points reads a file of each package that is installed. They are found once, and again where
+    ``sys.path`` or one of its folders has changed, as an installation does. What changes the entry points of a package
+    in place, in its own folder, is seen by a new process.
 
     Args:
         kind: What is registered, for messages (``"accelerator"``).
@@ -45,6 +51,8 @@ class Registry(Generic[T]):
         self._synonyms = synonyms or {}
         self._refused, self._unknown = refused, unknown
         self._entries: dict[str, T] = {}
+        self._points: metadata.EntryPoints | None = None
+        self._points_of: object = None  # how the module path was when they were found
         self._lock = threading.RLock()
 
     def add(self, name: str, value: T) -> None:
@@ -98,7 +106,20 @@ class Registry(Generic[T]):
         return f"unknown {self._kind} {name!r}.{hint} Registered: {', '.join(names)}."
 
     def _entry_points(self) -> metadata.EntryPoints:
-        return metadata.entry_points(group=self._group)
+        find = metadata.entry_points  # part of the key: another one, such as a test's own, may find others
+        now = find, [_state(entry) for entry in sys.path if isinstance(entry, str)]
+        if self._points is None or now != self._points_of:
+            self._points, self._points_of = find(group=self._group), now
+        return self._points
+
+
+def _state(entry: str) -> object:
+    """What changes when a package is installed into an entry of ``sys.path``, or removed from it."""
+    try:
+        found = Path(entry).stat()
+    except (OSError, ValueError):
+        return entry
+    return entry, found.st_dev, found.st_ino, found.st_mtime_ns
 
 
 def _owner(point: metadata.EntryPoint) -> str:

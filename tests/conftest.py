@@ -5,12 +5,17 @@ Those that ask for ``device_name`` run for each but ``cpu``, which has no memory
 
 import functools
 import gc
+import os
+import sys
 
 import pytest
 
 from accelerators import available_accelerators
 from accelerators.simulated import SimulatedAccelerator
 from accelerators.testing import accelerator_or_skip, unavailable_reason
+from tests.environment import NO_COMPILER
+
+os.environ.update(NO_COMPILER)  # before anything imports DeepSpeed's engine
 
 pytest.register_assert_rewrite("tests.running", "tests.zero3.launching")  # their checks say what differs
 
@@ -25,9 +30,23 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
+    freeze_modules()
+
+
+def pytest_runtest_setup():
+    freeze_modules()  # what the test before has imported
+
+
+frozen = 0
+
+
+def freeze_modules():
     """Many tests collect garbage, which takes a third of a second where it looks through all modules too."""
-    gc.collect()
-    gc.freeze()
+    global frozen
+    if len(sys.modules) > frozen + 100:
+        gc.collect()
+        gc.freeze()
+        frozen = len(sys.modules)
 
 
 def pytest_generate_tests(metafunc):

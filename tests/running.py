@@ -11,6 +11,8 @@ import tempfile
 import textwrap
 from pathlib import Path
 
+from tests.environment import NO_COMPILER
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -34,7 +36,8 @@ def run_python(*arguments, path=(), environment=None, cwd=ROOT, timeout=120, for
     Returns:
         A ``subprocess.CompletedProcess`` with the exit status and the text of both outputs.
     """
-    variables = {"PYTHONPATH": ":".join(map(str, [*path, ROOT, *sys.path])), "PATH": "", **(environment or {})}
+    variables = {"PYTHONPATH": ":".join(map(str, [*path, ROOT, *sys.path])), "PATH": "", **NO_COMPILER}
+    variables.update(environment or {})
     arguments = list(map(str, arguments))
     if forked:
         request = {"arguments": arguments, "path": list(map(str, path)), "environment": variables, "cwd": str(cwd)}

@@ -1,5 +1,6 @@
 """Names, factories and plug-ins: every mistake gives one clear error that names it."""
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -173,6 +174,15 @@ def test_entry_points_load_when_asked_for(tmp_path, monkeypatch):
         AcceleratorRegistrationError, match="'broken'.*entry point 'broken:make' of broken failed: no driver"
     ):
         get_accelerator("broken")
+
+
+def test_a_plug_in_that_is_installed_later_is_found(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    os.utime(tmp_path, (0, 0))  # else the two changes of the folder may have the same time
+    assert "later" not in available_accelerators()
+    plugin(tmp_path, "later", "later = later:make", "from accelerators.simulated import SimulatedAccelerator as make")
+    assert "later" in available_accelerators()
+    assert isinstance(get_accelerator("later"), SimulatedAccelerator)
 
 
 def test_a_name_that_two_plug_ins_claim_is_refused(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """Which strategy is picked, and that the reason can be acted on."""
 
+import importlib.metadata
 import timeit
 
 import pytest
@@ -400,6 +401,21 @@ def test_a_strategy_from_an_entry_point(tmp_path, monkeypatch, simulated):
     assert destination.tolist() == [1.0] * 8
     with pytest.raises(StrategyRegistrationError, match="'wrong': .* is not a subclass of HostToDeviceTransfer"):
         get_strategy("wrong")
+
+
+def test_plug_ins_are_not_looked_for_again_while_none_is_installed(monkeypatch):
+    searches = []
+
+    def entry_points(**group):
+        searches.append(group)
+        return find(**group)
+
+    find = importlib.metadata.entry_points
+    monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
+    for _ in range(3):
+        with build_transfer({"accelerator": "simulated", "strategy": "pinned_direct"}):
+            pass
+    assert sorted(group["group"] for group in searches) == ["transfer.accelerators", "transfer.strategies"]
 
 
 class Unfinished(HostToDeviceTransfer):

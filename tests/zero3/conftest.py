@@ -31,6 +31,7 @@ def cpu_adam(why_no_cpu_adam):
     from deepspeed.ops.adam import DeepSpeedCPUAdam
     from deepspeed.ops.op_builder import CPUAdamBuilder
 
+    cpu_adam_build.ask_the_cpu_once()
     CPUAdamBuilder().load(verbose=False)  # it looks for compilers once in each process, which takes seconds
     return DeepSpeedCPUAdam
 

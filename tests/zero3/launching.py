@@ -2,11 +2,11 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
+
+from tests.running import run_python
 
 ROOT = Path(__file__).parents[2]
 #: For a launch, on a machine that does much else: some forty runs take about a minute on two idle cores.
@@ -17,20 +17,48 @@ DIRECT = {"strategy": "pinned_direct", "fallback": False}
 IN_CHUNKS = {**DIRECT, "pinned_direct": {"mapped": False, "chunk_elements": 1000}}
 
 
+#: Starts a script on several ranks, as torchrun does, without another import of torch and DeepSpeed for each.
+FORKED_RANKS = """if True:
+    import os, runpy, signal, socket, sys
+    world_size, script = int(sys.argv[1]), sys.argv[2]
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    os.environ.update(WORLD_SIZE=str(world_size), MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    sys.argv[:] = sys.argv[2:]
+    ranks = set()
+    for rank in range(world_size):
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+        child = os.fork()
+        if child == 0:
+            runpy.run_path(script, run_name="__main__")
+            sys.exit(0)
+        ranks.add(child)
+    while ranks:
+        ended, status = os.wait()
+        ranks.discard(ended)
+        if status != 0:
+            for other in ranks:  # they would wait for it
+                os.kill(other, signal.SIGKILL)
+            sys.exit(f"a rank ended with status {os.waitstatus_to_exitcode(status)}")
+"""
+
+
 def launch(specs, world_size, out):
     """Trains each run of each spec of ``worker.py``, by name, on ``world_size`` ranks.
 
     Returns what each rank saved: a list for each run, by spec and run.
     """
     (out / "specs.json").write_text(json.dumps(specs))
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
-    }
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}"]
-    command += [str(Path(__file__).with_name("worker.py")), str(out / "specs.json"), str(out)]
-    done = subprocess.run(command, env=environment, timeout=LAUNCH_SECONDS, capture_output=True, text=True, check=False)
+    worker = [str(Path(__file__).with_name("worker.py")), str(out / "specs.json"), str(out)]
+    if torch.cuda.is_available():  # which does not survive a fork
+        command = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}", *worker)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        environment["PYTHONPATH"] = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+        done = run_python(*command, environment=environment, timeout=LAUNCH_SECONDS)
+    else:
+        done = run_python(
+            "-c", FORKED_RANKS, world_size, *worker, environment=os.environ, timeout=LAUNCH_SECONDS, forked=True
+        )
     assert done.returncode == 0, done.stderr[-6000:]
     return {
         name: {

@@ -8,6 +8,7 @@ if a checkpoint of the first step is to be loaded after the third), ``resume`` (
 checkpoint), and ``runs``: a name for each, and how its copies are done.
 """
 
+import gc
 import hashlib
 import json
 import os
@@ -19,6 +20,7 @@ import torch
 
 import accelerators
 from accelerators.simulated import SimulatedAccelerator
+from tests.zero3 import cpu_adam_build
 from transfer import InFlightCopy, PinnedStagedTransfer, build_transfer, zero3
 from transfer.zero3 import patching, tiles
 from transfer.zero3.attachments import attachments
@@ -44,6 +46,7 @@ def main():
     simulated = {name: simulate(spec) for name, spec in specs.items() if spec["accelerator"] == "simulated"}
     if not simulated:
         torch.cuda.set_device(local_rank)
+    cpu_adam_build.ask_the_cpu_once()
     for number, (name, spec) in enumerate(specs.items()):
         if simulated:
             deepspeed.accelerator.set_accelerator(simulated[name].as_deepspeed())
@@ -53,6 +56,9 @@ def main():
             deepspeed.init_distributed()
         for run in spec["runs"]:
             torch.save(train(spec, run, simulated.get(name), rank), out / f"{name}-{run['name']}-{rank}.pt")
+            if number == 0:
+                gc.collect()
+                gc.freeze()  # DeepSpeed collects garbage for each engine, and would look through all modules
     torch.distributed.barrier()
     # gloo's threads sometimes abort the process at its end, with or without this project.
     sys.stderr.flush()

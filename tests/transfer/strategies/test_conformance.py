@@ -1,7 +1,5 @@
 """Every strategy against the accelerators that it can serve."""
 
-import functools
-import importlib.metadata
 import os
 import typing
 import warnings
@@ -25,8 +23,6 @@ from transfer.testing import CleanFailures, Lifetimes, SameBits, TransferConform
 from transfer.validation import validate
 
 SMALL_CHUNKS = {"pinned_staged": {"chunk_elements": 300}, "pinned_direct": {"chunk_elements": 300}}
-
-entry_points = functools.cache(importlib.metadata.entry_points)
 
 
 class OnEveryAccelerator(TransferConformance):
@@ -161,25 +157,17 @@ class TestNvmeSwappedUnchecked(OnFiles, Buffers):
     several_chunks = 3503
 
 
-class Built:
-    """Thousands of transfers are built here, and each build looks through all that is installed."""
-
-    @pytest.fixture(autouse=True)
-    def _installed(self, monkeypatch):
-        monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
-
-
-class TestDefaultPolicy(Built, OnEveryAccelerator):
+class TestDefaultPolicy(OnEveryAccelerator):
     def make_transfer(self, accelerator):
         return build_transfer(SMALL_CHUNKS, accelerator=accelerator)
 
 
-class TestForcedStrategy(Built, OnDevices, TransferConformance):
+class TestForcedStrategy(OnDevices, TransferConformance):
     def make_transfer(self, accelerator):
         return build_transfer({"strategy": "pinned_staged", **SMALL_CHUNKS}, accelerator=accelerator)
 
 
-class TestForcedStrategyThatNothingIsPreparedFor(Built, OnDevices, TransferConformance):
+class TestForcedStrategyThatNothingIsPreparedFor(OnDevices, TransferConformance):
     @pytest.fixture(autouse=True)
     def _no_fallback(self):
         """A strategy that was asked for and cannot make a copy is replaced after a warning."""
