@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from accelerators.overlap import bytes_of
+
 #: Zeros of both signs, infinities, ties of bf16 and fp16 rounding, overflows and subnormals of both.
 _EDGES = (
     *(0.0, -0.0, float("inf"), -float("inf")),
@@ -25,7 +27,7 @@ def source_values(elements: int) -> Tensor:
 
 def poison(destination: Tensor) -> None:
     """Fills a contiguous tensor with a NaN that no right copy of ``source_values`` leaves there."""
-    destination.view(torch.uint8).fill_(0xFF)
+    bytes_of(destination).fill_(0xFF)
 
 
 def same_bits(found: Tensor, expected: Tensor, chunk_elements: int = 2**24) -> bool:
@@ -43,8 +45,7 @@ def same_bits(found: Tensor, expected: Tensor, chunk_elements: int = 2**24) -> b
     pairs = zip(
         torch.split(found.detach(), chunk_elements), torch.split(expected.detach(), chunk_elements), strict=True
     )
-    return all(torch.equal(_bytes(piece.cpu()), _bytes(wanted.to(found.dtype))) for piece, wanted in pairs)
-
-
-def _bytes(values: Tensor) -> Tensor:
-    return values.contiguous().view(torch.uint8)
+    return all(
+        torch.equal(bytes_of(piece.cpu().contiguous()), bytes_of(wanted.to(found.dtype).contiguous()))
+        for piece, wanted in pairs
+    )
