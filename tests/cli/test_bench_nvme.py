@@ -10,7 +10,7 @@ import torch
 
 from accelerators import deepspeed_aio, get_accelerator
 from tests.cli import strategies
-from transfer import NvmeSwappedConfig, StrategyUnavailableError, register_strategy, unregister_strategy
+from transfer import NvmeSwappedConfig, register_strategy, unregister_strategy
 from transfer.cli.bench_copy import command as bench
 from transfer.cli.bench_copy import file_baselines as nvme_baselines
 from transfer.cli.bench_copy import report as copy_report
@@ -133,22 +133,6 @@ def test_memory_that_may_not_be_locked_is_a_reason_and_not_an_abort(capsys, tmp_
     assert {entry["reason"] for entry in report["not_run"]} == {
         "This process may not lock 20480 bytes of memory (`ulimit -l`)."
     }
-
-
-@needs_aio
-def test_what_is_locked_already_counts(simulated, tmp_path, monkeypatch):
-    swapped = swap_out(torch.randn(300_001), tmp_path)
-    locked = deepspeed_aio._locked_bytes()
-    monkeypatch.setattr(deepspeed_aio, "_lock_limit_bytes", lambda: locked + 2_000_000)
-    first, second = (nvme_baselines.AioRead(simulated, torch.bfloat16, 1) for _ in range(2))
-    first.prepare(swapped)
-    assert first.pinned_bytes <= deepspeed_aio._locked_bytes() - locked < first.pinned_bytes + 2**17
-    with pytest.raises(StrategyUnavailableError, match="may not lock"):
-        second.prepare(swapped)
-    first.close()
-    assert deepspeed_aio._locked_bytes() == locked
-    second.prepare(swapped)
-    second.close()
 
 
 def test_the_raw_read_reads_the_file(simulated, tmp_path):
