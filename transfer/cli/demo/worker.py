@@ -31,11 +31,7 @@ _LEARNING_RATE = 1e-3
 
 
 def train_twice(options: Mapping[str, Any], ranks: Ranks) -> dict[str, Any]:
-    """Trains with this package, then under DeepSpeed alone, and compares the weights.
-
-    Args:
-        options: Those of the command line, with an ``optimizer`` that can run here.
-        ranks: Those that train together.
+    """Trains with this package, then under DeepSpeed alone, and compares the weights: a worker for ``ranks.launch``.
 
     Returns:
         ``hardware``; ``runs``, of which the first is ours; ``elements`` of the model; and

@@ -31,14 +31,9 @@ def poison(destination: Tensor) -> None:
 
 
 def same_bits(found: Tensor, expected: Tensor, chunk_elements: int = 2**24) -> bool:
-    """Whether two flat tensors agree in every bit, compared on the host.
+    """Whether a flat tensor has every bit of another one on the host, which is cast to its dtype chunk by chunk.
 
     Bits, unlike values, tell the two zeros apart and find equal NaNs equal.
-
-    Args:
-        found: On any device.
-        expected: On the host, in any floating-point dtype: cast, a chunk at a time, to that of ``found``.
-        chunk_elements: Elements compared at once, which bounds the temporaries.
     """
     if found.shape != expected.shape:
         return False
