@@ -21,7 +21,7 @@ from ...registry import get_strategy
 from ..measuring.copies import Case, Variant
 from ..measuring.progress import progress
 from ..measuring.ranks import Ranks
-from ..measuring.statistics import slowest
+from ..measuring.report import slowest
 from .drive import Bounds, measure_drive
 
 #: Chunks that are tried besides the configured ones.
