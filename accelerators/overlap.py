@@ -1,4 +1,4 @@
-"""The memory that a tensor spans, and whether two tensors share elements."""
+"""The memory that a tensor spans, its bytes, and whether two tensors share elements."""
 
 from __future__ import annotations
 
@@ -18,6 +18,14 @@ def span_elements(tensor: Tensor) -> int:
 def span_bytes(tensor: Tensor) -> int:
     """Bytes from the first element to the end of the last one in memory; 0 for none."""
     return span_elements(tensor) * tensor.element_size()
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor, as a flat view.
+
+    By new strides: those of dimensions of size 1 may be any, and a view of another element size looks at them.
+    """
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def share_elements(a: Tensor, b: Tensor) -> bool:

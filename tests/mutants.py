@@ -84,7 +84,7 @@ MUTANTS = [
     ),
     Mutant(
         "nothing waits for the device before an error goes on",
-        "transfer/interface.py",
+        "transfer/in_flight.py",
         "        accelerator.synchronize(destination.device.index)\n",
         "        pass\n",
         (SUITE + "TestPinnedStaged", SUITE + "TestPinnedDirect"),

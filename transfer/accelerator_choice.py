@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
 from accelerators import Accelerator, AcceleratorError, get_accelerator
 from accelerators.protocol import check_accelerator
 
 from .errors import AcceleratorFailedError
+
+T = TypeVar("T")
 
 
 class AcceleratorChoice:
@@ -55,3 +59,16 @@ def accelerator_errors() -> Iterator[None]:
         yield
     except AcceleratorError as error:
         raise AcceleratorFailedError(str(error)) from error
+
+
+def raising_ours(method: Callable[..., T]) -> Callable[..., T]:
+    """The same method under ``accelerator_errors``, at the cost of one call: policies ask ``why_not`` on each copy."""
+
+    @functools.wraps(method)
+    def converting(*arguments: Any, **options: Any) -> T:
+        try:
+            return method(*arguments, **options)
+        except AcceleratorError as error:
+            raise AcceleratorFailedError(str(error)) from error
+
+    return converting

@@ -8,7 +8,7 @@ To add one, subclass ``HostToDeviceTransfer``, write ``_submit``, and register t
 
 from __future__ import annotations
 
-import contextlib
+import inspect
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from accelerators import Accelerator, AcceleratorError
+from accelerators import Accelerator
 
-from .accelerator_choice import AcceleratorChoice
-from .errors import AcceleratorFailedError, ForkedProcessError, NotATensorError, StrategyUnavailableError
-from .in_flight import FINISHED, InFlightCopy, finished_copy
+from .accelerator_choice import AcceleratorChoice, raising_ours
+from .errors import ForkedProcessError, NotATensorError, StrategyUnavailableError
+from .in_flight import FINISHED, InFlightCopy, drain_after, finished_copy
 from .nvme.swapped_tensor import SwappedTensor
 from .profiling import named_range
 from .schema.model import StrategyConfig, strategy_config
@@ -77,6 +77,13 @@ class HostToDeviceTransfer(ABC):
     _accelerator: Any = None  # the one in use since the last copy, or None
     _process: int | None = None
     _counters: Counters
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Errors of ``accelerators`` become ours in what a strategy writes itself too."""
+        super().__init_subclass__(**options)
+        for name in ("why_not", "prepare", "unprepare", "drain", "is_host_to_device", "close"):
+            if inspect.isfunction(vars(cls).get(name)):
+                setattr(cls, name, raising_ours(vars(cls)[name]))
 
     def __new__(cls, *_args: Any, **_options: Any) -> Self:
         made = super().__new__(cls)
@@ -171,7 +178,7 @@ class HostToDeviceTransfer(ABC):
         try:  # a subclass that does more in `submit`
             self.submit(destination, source).wait()
         except BaseException as error:
-            _drain(accelerator, destination, error)
+            drain_after(accelerator, destination, error)
             raise
 
     def prepare(self, source: Tensor) -> None:
@@ -186,14 +193,17 @@ class HostToDeviceTransfer(ABC):
     def unprepare(self, source: Tensor) -> None:
         """Undoes ``prepare`` for this storage, as freeing it and ``close`` do. Blocks until no copy here reads it."""
 
+    @raising_ours
     def drain(self) -> None:
         """Blocks until the device is idle, as after an error. Raises what the accelerator reports."""
         if self._accelerator is not None and not self._is_forked:
             self._accelerator.synchronize()
 
+    @raising_ours
     def is_host_to_device(self, destination: Tensor, source: Tensor | SwappedTensor) -> bool:
         """Whether a copy goes from host memory, or from a file, to ``accelerator``. Raises as that property does."""
-        return _is_host_to_device(self.accelerator, destination, source)
+        accelerator = self.accelerator
+        return accelerator.on_device(destination) and (not isinstance(source, Tensor) or accelerator.on_host(source))
 
     def close(self) -> None:
         """Waits for what is in flight and gives back every pinned byte.
@@ -231,12 +241,12 @@ class HostToDeviceTransfer(ABC):
                 copy.wait()
             return copy
         except BaseException as error:
-            _drain(accelerator, destination, error)
+            drain_after(accelerator, destination, error)
             raise
 
     def _run(self, accelerator: Accelerator, destination: Tensor, source: Any, waits: bool) -> InFlightCopy:
         """Makes one copy: a plain one within the host or the device, else the strategy's own, if it can make it."""
-        if isinstance(source, Tensor) and not _is_host_to_device(accelerator, destination, source):
+        if isinstance(source, Tensor) and not (accelerator.on_device(destination) and accelerator.on_host(source)):
             copy = finished_copy(accelerator, destination, source, self._counters)
             self._counters.add(copies=1, bytes=destination.nbytes)
             return copy
@@ -286,15 +296,3 @@ class HostToDeviceTransfer(ABC):
                 f"in its fork {os.getpid()}; build a new one there"
             )
         self._process = os.getpid()
-
-
-def _is_host_to_device(accelerator: Accelerator, destination: Tensor, source: Any) -> bool:
-    return accelerator.on_device(destination) and (not isinstance(source, Tensor) or accelerator.on_host(source))
-
-
-def _drain(accelerator: Accelerator, destination: Any, error: BaseException) -> None:
-    """Waits for the device, so that nothing is in flight after an error; one of ``accelerators`` becomes ours."""
-    with contextlib.suppress(Exception):
-        accelerator.synchronize(destination.device.index)
-    if isinstance(error, AcceleratorError):
-        raise AcceleratorFailedError(str(error)) from error

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from accelerators import Accelerator
 
-from .accelerator_choice import AcceleratorChoice
+from .accelerator_choice import AcceleratorChoice, accelerator_errors
 from .config_file import ConfigLike, resolve_config
 from .errors import MachineProfileWarning, warn_caller
 from .interface import HostToDeviceTransfer
 from .measured import CANDIDATES, MachineProfile, fastest
 from .nvme import SwappedTensor
 from .registry import MEASURED, get_strategy
-from .strategies.pinned_direct import NOT_PAGE_LOCKED
+from .strategies.pinned_direct import UNPREPARED
 
 #: The strategy that reads files; a rule or ``strategy`` that names it is passed over for tensors.
 NVME_SWAPPED = "nvme_swapped"
@@ -26,6 +27,10 @@ SMALL_BYTES = 2**20
 #: The same for a source that is page-locked, where nothing is staged. On an H200, from fp32 to bf16, `pinned_direct`
 #: took 139 us from ``submit`` to the values for 256 KiB, and `pageable` 128; for 512 KiB it was 142 against 168.
 SMALL_PAGE_LOCKED_BYTES = 2**19
+#: Every dtype that a floating-point source may be cast to.
+_FLOATING = tuple(
+    dict.fromkeys(each for each in vars(torch).values() if isinstance(each, torch.dtype) and each.is_floating_point)
+)
 
 
 @dataclass(frozen=True)
@@ -109,9 +114,10 @@ class TransferPolicy:
             source: A tensor of the same shape, or values in a file.
 
         Raises:
-            AcceleratorFailedError: The accelerator is unknown or not available here.
+            AcceleratorFailedError: The accelerator is unknown or not available here, or raises an error of its own.
         """
-        return self.choose(self.accelerator_choice.resolve(), destination, source, waits=False)
+        with accelerator_errors():
+            return self.choose(self.accelerator_choice.resolve(), destination, source, waits=False)
 
     def choose(
         self,
@@ -136,7 +142,7 @@ class TransferPolicy:
                 return Decision("pageable", f"The destination is not in the memory of {accelerator.name}.")
             if not accelerator.on_host(source):
                 return Decision("pageable", "The source is on the device, so this is a plain device copy.")
-        named = self._named(accelerator, destination, source)
+        named = self._named(destination, source, accelerator.is_pinned)
         if named is None or named.strategy in without:
             decision = self._rows(accelerator, destination, source, waits, without)
             if self._asked != NVME_SWAPPED or not isinstance(source, Tensor):
@@ -148,28 +154,34 @@ class TransferPolicy:
             return named
         instead = self._rows(accelerator, destination, source, waits, without)
         reason = f"`{named.strategy}` cannot make this copy. {obstacle}"
-        return Decision(instead.strategy, reason, named.strategy, obstacle.startswith(NOT_PAGE_LOCKED))
+        return Decision(instead.strategy, reason, named.strategy, obstacle == UNPREPARED)
 
     def preparing(self, source: Tensor | SwappedTensor) -> tuple[str, ...]:
-        """The strategies that are to prepare a source, as they may copy it once it is prepared.
+        """The strategies that are to prepare a source: those that ``select`` may take once it is prepared.
+
+        Several, where rules ask for more than is known of the destinations.
 
         Raises:
-            AcceleratorFailedError: The accelerator is unknown or not available here.
+            AcceleratorFailedError: The accelerator is unknown or not available here, or raises an error of its own.
         """
         accelerator = self.accelerator_choice.resolve()
-        if isinstance(source, SwappedTensor) or not accelerator.on_host(source):
-            return ()
-        chosen = {rule.use for rule in self.config.rules}
-        if self._asked not in (None, NVME_SWAPPED):
-            chosen.add(str(self._asked))
-        elif (
-            source.numel() * source.element_size() >= SMALL_PAGE_LOCKED_BYTES
-            and accelerator.capabilities.why_not("registers_host_memory", "streams", "events") is None
-        ):
-            chosen.add("pinned_direct")
-        return tuple(sorted(chosen))
+        with accelerator_errors():
+            if isinstance(source, SwappedTensor) or not accelerator.on_host(source):
+                return ()
+            gains = source.numel() * source.element_size() >= SMALL_PAGE_LOCKED_BYTES
+            locks = accelerator.capabilities.why_not("registers_host_memory", "streams", "events") is None
+        default = "pinned_direct" if gains and locks else None  # where no name is given, or one for files alone
+        several = self.config.rules and source.dtype.is_floating_point
+        chosen = set()
+        for dtype in _FLOATING if several else (source.dtype,):
+            destination = torch.empty(source.numel(), dtype=dtype, device="meta")
+            named = self._named(destination, source, lambda _prepared: True)
+            chosen.add(default if named is None else named.strategy)
+        return tuple(sorted(name for name in chosen if name is not None))
 
-    def _named(self, accelerator: Accelerator, destination: Tensor, source: Tensor | SwappedTensor) -> Decision | None:
+    def _named(
+        self, destination: Tensor, source: Tensor | SwappedTensor, is_pinned: Callable[[Tensor], bool]
+    ) -> Decision | None:
         """The strategy of the first rule that holds, else of ``strategy``; None where neither takes such a source."""
         from_file = isinstance(source, SwappedTensor)
 
@@ -180,7 +192,7 @@ class TransferPolicy:
             if is_for(rule.use):
                 # Asked only where a rule needs it: a vendor's `is_pinned` may raise.
                 asks = rule.when.source_pinned is not None
-                pinned = asks and isinstance(source, Tensor) and accelerator.is_pinned(source)
+                pinned = asks and isinstance(source, Tensor) and is_pinned(source)
                 if rule.when.holds(destination, source, pinned):
                     return Decision(rule.use, f"rules[{index}] matches ({rule.when}).")
         if self._asked is not None and is_for(self._asked):

@@ -85,7 +85,7 @@ class RoutedTransfer(HostToDeviceTransfer):
         except StrategyUnavailableError as error:
             if not self.fallback:
                 raise
-            self._warn(f"prepare {name}", f"{error} Copies from there take a slower strategy")
+            self._warn(name, f"{error} Copies from there take a slower strategy")
 
     @property
     def _strategies(self) -> tuple[HostToDeviceTransfer, ...]:

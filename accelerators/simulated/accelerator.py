@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InFlightError
-from ..overlap import span_bytes
+from ..overlap import bytes_of, span_bytes
 from ..protocol import Capabilities
 from .late_queue import LateQueue, SimulatedEvent, SimulatedStream
 from .memory_ranges import MemoryRanges, Storages
@@ -196,7 +196,7 @@ class SimulatedAccelerator:
         """
         if not self.is_pinned(tensor):
             raise RuntimeError(f"the device cannot address {tensor.nbytes} bytes of host memory that are not pinned")
-        raw = torch.from_numpy(tensor.detach().view(-1).view(torch.uint8).numpy())  # another storage
+        raw = torch.from_numpy(bytes_of(tensor).numpy())  # another storage
         return self.adopt(raw).view(tensor.dtype).view(tensor.shape)
 
     def enqueue_copy(self, destination: Tensor, source: Tensor) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from torch import Tensor
 
 from ..errors import AcceleratorUnavailableError
+from ..overlap import bytes_of
 from ..protocol import Accelerator
 from ..registry import get_accelerator
 
@@ -48,4 +48,4 @@ def fetch(accelerator: Accelerator, tensor: Tensor) -> Tensor:
 
 def bits(tensor: Tensor) -> Tensor:
     """The bytes of a tensor, element after element, so that NaN and signed zeros compare."""
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return bytes_of(tensor.cpu().contiguous())

@@ -10,8 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-import torch
 from torch import Tensor
+
+from accelerators.overlap import bytes_of
 
 from ..errors import InvalidTensorError, NotATensorError
 from ..tensor_memory import describe, storage_problem
@@ -126,7 +127,7 @@ class _Values:
         host = tensor if tensor.device.type == "cpu" else tensor.cpu()
         plain = host.resolve_conj().resolve_neg().contiguous()
         # numpy's copies stay in the thread that makes them, where each of torch's would start threads of its own.
-        self._bytes = plain.view(-1).view(torch.uint8).numpy()
+        self._bytes = bytes_of(plain).numpy()
         self._header = header
         self._memory = threading.local()
         self._descriptor = descriptor

@@ -23,8 +23,9 @@ from ..schema.fields import BufferCount, Elements, Flag, SizeBytes
 from ..schema.model import StrategyConfig
 from .buffered import BufferedTransfer
 
-#: How a reason begins that ``prepare`` would remove; the policy stages such a copy without a warning.
 NOT_PAGE_LOCKED = "The source is not page-locked"
+#: The reason that ``prepare`` would remove; the policy stages such a copy without a warning.
+UNPREPARED = f"{NOT_PAGE_LOCKED}: `prepare(source)` does that once, in place."
 
 
 class PinnedDirectConfig(StrategyConfig):
@@ -94,7 +95,7 @@ class PinnedDirectTransfer(BufferedTransfer):
             return missing
         if not self.config.page_lock:
             return f"{NOT_PAGE_LOCKED}, and `pinned_direct.page_lock` is false."
-        return f"{NOT_PAGE_LOCKED}: `prepare(source)` does that once, in place."
+        return accelerator.capabilities.why_not("registers_host_memory") or UNPREPARED
 
     def prepare(self, source: Tensor) -> None:
         self._check_process()

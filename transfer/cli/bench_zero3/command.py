@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...errors import StrategyUnavailableError
-from ..measuring.options import add_common_options, choices, tell, tells_errors
+from ..measuring.options import add_common_options, choices, tell
 from ..measuring.quantities import count
 from ..measuring.ranks import launch, usable_cores
 
@@ -21,7 +21,6 @@ _REPORTED = ("ranks", "layers", "hidden", "limit_seconds", "sub_groups", "batch"
 _MOST_THREADS = 12  # more do not make DeepSpeed's CPU Adam faster
 
 
-@tells_errors("h2d bench")
 def main(arguments: Sequence[str]) -> int:
     """Measures steps; returns the exit status."""
     parser = _parser()

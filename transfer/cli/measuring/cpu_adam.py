@@ -41,10 +41,7 @@ def environment() -> dict[str, str]:
 
 
 def compile_once(say: Callable[[str], None]) -> str | None:
-    """Compiles CPU Adam unless it is there. Blocks for one to three minutes if it compiles.
-
-    Args:
-        say: Called with a sentence before the compiler starts.
+    """Compiles CPU Adam unless it is there; ``say`` is called first, as that takes one to three minutes.
 
     Returns:
         Why CPU Adam cannot be used, as one sentence, or None if it can.

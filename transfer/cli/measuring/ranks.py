@@ -77,8 +77,7 @@ def launch(
         worker: ``"module:function"``.
         options: Handed to the worker as they are.
         ranks: How many. One runs in this process.
-        threads: Host threads of each rank; None: torch's own choice for one rank, the cores
-            shared out for several.
+        threads: Host threads of each rank; None: torch's choice for one rank, the cores shared out for several.
         deepspeed: The worker makes DeepSpeed's accelerator and process group, which are the process's: one rank has
             a process of its own too. Otherwise several ranks find a gloo process group.
 
