@@ -85,6 +85,11 @@ class DeepSpeedAdapter:
             return contextlib.nullcontext()
         return cast("AbstractContextManager[Any]", self._deepspeed.stream(stream))
 
+    def is_current_stream_capturing(self, device_index: int | None = None) -> bool:
+        """Whether the current stream records a graph; False where neither DeepSpeed nor torch can tell."""
+        ask = self._asks_capturing
+        return ask is not None and bool(ask())
+
     def synchronize(self, device_index: int | None = None) -> None:
         self._deepspeed.synchronize(device_index)
 
@@ -131,6 +136,16 @@ class DeepSpeedAdapter:
     def range_pop(self) -> None:
         """Closes the range that ``range_push`` opened last."""
         self._deepspeed.range_pop()
+
+    @functools.cached_property
+    def _asks_capturing(self) -> Callable[[], bool] | None:
+        """DeepSpeed's own where the backend has one, else that of torch's runtime of the same name (``torch.npu``)."""
+        name = "is_current_stream_capturing"
+        if self._overrides(name):
+            return cast("Callable[[], bool]", getattr(self._deepspeed, name))
+        runtime = getattr(torch, self.name, None)
+        has_device = getattr(runtime, "is_available", lambda: False)()  # a torch without the backend has a dummy
+        return getattr(runtime, name, None) if has_device else None
 
     def _alignment(self) -> int:
         alignment = getattr(self._deepspeed, "pin_memory_alignment", None)  # since 0.19.8

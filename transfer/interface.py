@@ -8,7 +8,6 @@ To add one, subclass ``HostToDeviceTransfer``, write ``_submit``, and register t
 
 from __future__ import annotations
 
-import contextlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -18,11 +17,11 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from accelerators import Accelerator, AcceleratorError
+from accelerators import Accelerator
 
-from .accelerator_choice import AcceleratorChoice
-from .errors import AcceleratorFailedError, ForkedProcessError, NotATensorError, StrategyUnavailableError
-from .in_flight import FINISHED, InFlightCopy, finished_copy
+from .accelerator_choice import AcceleratorChoice, check_capture
+from .errors import ForkedProcessError, NotATensorError, StrategyUnavailableError
+from .in_flight import FINISHED, InFlightCopy, drain_after, finished_copy
 from .nvme.swapped_tensor import SwappedTensor
 from .profiling import named_range
 from .schema.model import StrategyConfig, strategy_config
@@ -156,6 +155,7 @@ class HostToDeviceTransfer(ABC):
         Raises:
             StrategyUnavailableError: This strategy cannot make the copy (``why_not``), or the system refuses what it
                 needs. Nothing is written then.
+            GraphCaptureError: The current stream of the destination's device records a graph. The graph is not touched.
             TransferError: The tensors or the accelerator are refused; see ``transfer.errors``.
             Exception: What the accelerator itself raises, as it is. Nothing is in flight then, and
                 each element of the destination is its old or its new value.
@@ -171,7 +171,7 @@ class HostToDeviceTransfer(ABC):
         try:  # a subclass that does more in `submit`
             self.submit(destination, source).wait()
         except BaseException as error:
-            _drain(accelerator, destination, error)
+            drain_after(error, accelerator, destination)
             raise
 
     def prepare(self, source: Tensor) -> None:
@@ -223,6 +223,7 @@ class HostToDeviceTransfer(ABC):
                 "returns, or by transfer.nvme.swap_in"
             )
         accelerator = self.accelerator
+        check_capture(accelerator, destination.device.index)
         # One frame for submit and wait: between two of them, Ctrl-C would leave a copy in flight.
         try:
             with torch.no_grad():
@@ -231,7 +232,7 @@ class HostToDeviceTransfer(ABC):
                 copy.wait()
             return copy
         except BaseException as error:
-            _drain(accelerator, destination, error)
+            drain_after(error, accelerator, destination)
             raise
 
     def _run(self, accelerator: Accelerator, destination: Tensor, source: Any, waits: bool) -> InFlightCopy:
@@ -290,11 +291,3 @@ class HostToDeviceTransfer(ABC):
 
 def _is_host_to_device(accelerator: Accelerator, destination: Tensor, source: Any) -> bool:
     return accelerator.on_device(destination) and (not isinstance(source, Tensor) or accelerator.on_host(source))
-
-
-def _drain(accelerator: Accelerator, destination: Any, error: BaseException) -> None:
-    """Waits for the device, so that nothing is in flight after an error; one of ``accelerators`` becomes ours."""
-    with contextlib.suppress(Exception):
-        accelerator.synchronize(destination.device.index)
-    if isinstance(error, AcceleratorError):
-        raise AcceleratorFailedError(str(error)) from error

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, cast
 
@@ -41,6 +41,8 @@ class SimulatedAccelerator:
       an event that orders them: the one that reads, or both that write, deliver NaNs (-1 in integers).
     * ``pinned_bytes`` counts what is pinned or registered and was not given back. Pinned memory is
       kept until ``unpin_memory``, so a leak stays visible.
+    * Within ``capturing()`` the device records a graph, as CUDA does: work and waits raise, and an event recorded there
+      never answers.
     * Faults: replace a public method on the instance (``accelerators.testing.failing`` does).
 
     Args:
@@ -110,6 +112,18 @@ class SimulatedAccelerator:
 
     def stream(self, stream: SimulatedStream | None) -> AbstractContextManager[None]:
         return contextlib.nullcontext() if stream is None else self._queue.use(stream)
+
+    def is_current_stream_capturing(self, device_index: int | None = None) -> bool:
+        return self._queue.capturing
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        """The block in which every stream poses as one that records a graph."""
+        self._queue.capturing = True
+        try:
+            yield
+        finally:
+            self._queue.capturing = False
 
     def synchronize(self, device_index: int | None = None) -> None:
         self._queue.reach_all()

@@ -20,6 +20,8 @@ class StagingBuffer:
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
+        #: The session of the ring that has used it last.
+        self.session = 0
         self._guards: tuple[Any, ...] = ()
 
     def reclaim(self) -> None:
@@ -65,6 +67,7 @@ class StagingRing:
         self._counters = counters
         self._buffers: list[StagingBuffer] = []
         self._next = 0
+        self._session = 0
         self._unsettled = False
 
     @property
@@ -99,6 +102,7 @@ class StagingRing:
         """
         self._settle()
         self._unsettled = True
+        self._session += 1
         # Entering the stream makes the device current, so that events belong to it.
         with self._accelerator.stream(self._accelerator.current_stream(self._device_index)):
             yield
@@ -133,7 +137,8 @@ class StagingRing:
         buffer = self._buffers[self._next]
         self._next = (self._next + 1) % len(self._buffers)
         started = time.perf_counter()
-        buffer.reclaim()
+        self._reclaim(buffer)
+        buffer.session = self._session
         self._counters.add(wait_seconds=time.perf_counter() - started)
         return buffer
 
@@ -141,10 +146,24 @@ class StagingRing:
         """Waits for every copy out of the ring and unpins it. A ring is not used afterwards."""
         self._settle()
         for buffer in self._buffers:
-            buffer.reclaim()
+            self._reclaim(buffer)
         while self._buffers:
             self._accelerator.unpin_memory(self._buffers[-1].memory)
             self._buffers.pop()
+
+    def _reclaim(self, buffer: StagingBuffer) -> None:
+        """Waits for the copy out of a buffer; where its event cannot be asked, for the device.
+
+        Raises:
+            Exception: What the event of a chunk of the same copy reports, or else the device.
+        """
+        try:
+            buffer.reclaim()
+        except Exception:
+            if self._unsettled and buffer.session == self._session:
+                raise
+            self._accelerator.synchronize(self._device_index)
+            buffer.guard()
 
     def _settle(self) -> None:
         if self._unsettled:

@@ -182,7 +182,7 @@ class NvmeSwappedTransfer(BufferedTransfer):
 
         with ring.session():
             self._read(source, self._ordinary_memory().acquire, deliver)
-        return EventCopy(event, destination, counters=self._counters)
+        return EventCopy(event, destination, counters=self._counters, accelerator=self._accelerator)
 
     def _plainly(self, destination: Tensor, source: SwappedTensor) -> InFlightCopy:
         accelerator, index = self._accelerator, destination.device.index

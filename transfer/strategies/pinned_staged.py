@@ -64,7 +64,7 @@ class PinnedStagedTransfer(BufferedTransfer):
         with ring.session():
             for target, values in paired_chunks(destination, source, self.config.chunk_elements):
                 event = ring.send(target, values)
-        return EventCopy(event, destination, counters=self._counters)
+        return EventCopy(event, destination, counters=self._counters, accelerator=self._accelerator)
 
     def _ring(self, destination: Tensor) -> StagingRing:
         """The ring for destinations of this device and dtype."""
