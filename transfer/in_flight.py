@@ -12,7 +12,7 @@ from torch import Tensor
 from accelerators import Accelerator, AcceleratorError
 
 from .accelerator_choice import accelerator_errors
-from .errors import AcceleratorFailedError, GraphCaptureError
+from .errors import AcceleratorFailedError, GraphCaptureError, StrategyUnavailableError
 from .stats import Counters
 
 
@@ -131,6 +131,20 @@ class EventCopy(InFlightCopy):
                 if all(event.query() for event in pending[0]):
                     self._pending = None
         return self._pending is None
+
+
+def made(accelerator: Accelerator, kind: str) -> Any:
+    """A new ``Event`` or ``Stream``.
+
+    Raises:
+        StrategyUnavailableError: The vendor's class takes arguments, against the protocol.
+    """
+    try:
+        return getattr(accelerator, kind)()
+    except TypeError as error:
+        raise StrategyUnavailableError(
+            f"{accelerator.name} makes no {kind} without arguments, as every strategy needs it ({error})."
+        ) from error
 
 
 def finish_stream(accelerator: Accelerator, stream: Any, device_index: int | None) -> None:

@@ -139,6 +139,10 @@ class SimulatedAccelerator:
         return tensor
 
     def is_pinned(self, tensor: Tensor) -> bool:
+        return self._is_readable(tensor)
+
+    def _is_readable(self, tensor: Tensor) -> bool:
+        """What a copy finds out for itself, whatever ``is_pinned`` was replaced by."""
         return self._pinned.contain(tensor) or self._registered.contain(tensor)
 
     def unpin_memory(self, tensor: Tensor) -> bool:
@@ -215,8 +219,8 @@ class SimulatedAccelerator:
 
     def enqueue_copy(self, destination: Tensor, source: Tensor) -> None:
         late = destination.dtype == source.dtype or self.on_device(source)
-        readable = self.on_device(source) or self.is_pinned(source)
-        writable = self.on_device(destination) or self.is_pinned(destination)
+        readable = self.on_device(source) or self._is_readable(source)
+        writable = self.on_device(destination) or self._is_readable(destination)
         if not (self.on_device(source) or self.on_device(destination)):
             with torch.no_grad():
                 destination.copy_(source)

@@ -13,7 +13,7 @@ from torch import Tensor
 from accelerators import Accelerator
 from accelerators.errors import REFUSALS
 
-from ..in_flight import EventCopy
+from ..in_flight import EventCopy, made
 from ..stats import Counters
 
 
@@ -74,11 +74,13 @@ class ScratchRing:
         """Makes the streams.
 
         Raises:
+            StrategyUnavailableError: They, or events, cannot be made without arguments.
             Exception: What the accelerator raises.
         """
         accelerator = self._accelerator
         with accelerator.stream(accelerator.current_stream(self._device_index)):  # makes the device current
-            self._slots = [_Slot(accelerator.Stream()) for _ in range(self._number)]  # type: ignore[misc]  # has streams
+            made(accelerator, "Event")  # here, where a copy can still take another way
+            self._slots = [_Slot(made(accelerator, "Stream")) for _ in range(self._number)]
 
     def allocate(self) -> BaseException | None:
         """Allocates the scratch, for chunks that cannot be copied straight into the destination. Idempotent.

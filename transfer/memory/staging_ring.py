@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from accelerators import Accelerator
 
+from ..in_flight import made
 from ..stats import Counters
 
 
@@ -78,16 +80,23 @@ class StagingRing:
         """Pins the buffers.
 
         Raises:
+            StrategyUnavailableError: Events cannot be made without arguments.
             RuntimeError: or what the accelerator raises, when memory cannot be pinned. What was
                 pinned before that is given back by ``close``.
         """
+        made(self._accelerator, "Event")  # here, where a copy can still take another way
         # Outside inference mode: a buffer made in it could not be written outside it later.
         with torch.inference_mode(False):
             for _ in range(self._number):
                 memory = self._accelerator.pin_empty(self.chunk_elements, dtype=self._dtype)
                 self._buffers.append(StagingBuffer(memory))
-                if not self._accelerator.is_pinned(memory):
+                if not self._is_pinned(memory):
                     raise RuntimeError(f"{self._accelerator.name}.pin_empty returned memory that is not pinned")
+
+    def _is_pinned(self, memory: Tensor) -> bool:
+        with contextlib.suppress(Exception):  # of a vendor that cannot say: copies are right in either case
+            return self._accelerator.is_pinned(memory)
+        return True
 
     def is_aligned(self, unit_bytes: int) -> bool:
         """Whether every buffer begins at a multiple of ``unit_bytes``."""

@@ -254,6 +254,8 @@ class NvmeSwappedTransfer(BufferedTransfer):
 
         try:
             return self._held.get(("ring", destination.device, dtype), make)
+        except StrategyUnavailableError:
+            raise
         except REFUSALS as error:
             raise StrategyUnavailableError(
                 f"nvme_swapped needs {config.pinned_bytes} bytes of pinned memory on {accelerator.name} "

@@ -77,6 +77,8 @@ class PinnedStagedTransfer(BufferedTransfer):
 
         try:
             return self._held.get((destination.device, dtype), make)
+        except StrategyUnavailableError:
+            raise
         except REFUSALS as error:
             raise StrategyUnavailableError(
                 f"pinned_staged needs {config.pinned_bytes(dtype)} bytes of pinned memory on {accelerator.name} "
