@@ -326,7 +326,9 @@ def test_a_leftover_that_cannot_be_read_stops_no_write(root, garbage):
     assert dead.exists() == (garbage is None)
 
 
-@pytest.mark.parametrize("odd", ["pipe", "endless", "dangling", "links", "lock is a pipe", "lock is a link", "no access"])
+@pytest.mark.parametrize(
+    "odd", ["pipe", "endless", "dangling", "links", "lock is a pipe", "lock is a link", "no access"]
+)
 def test_odd_things_in_a_leftover_stop_no_write_and_reach_nothing_else(root, odd):
     """Instead of what a run has left there: in a program, as a pipe without another end would block for ever."""
     dead, mine = root / "h2d-swap-rank0-pid1-abc", root.parent / "mine"

@@ -23,7 +23,7 @@ class DoesNotTell(SimulatedAccelerator):
 class WantsADevice(SimulatedAccelerator):
     """``is_pinned(device)`` of one argument more than ours gives it."""
 
-    def is_pinned(self, tensor, device):
+    def is_pinned(self, tensor, device):  # type: ignore[override]
         raise AssertionError("cannot be reached")
 
 
