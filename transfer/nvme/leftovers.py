@@ -98,9 +98,15 @@ def _remove_if_dead(path: Path) -> None:
 
 def _locks_are_seen(path: Path) -> bool:
     """Whether a lock of the run would be seen here: on a shared file system, another machine's may not be."""
-    theirs = b""
-    with contextlib.suppress(FileNotFoundError), open(os.open(path / MACHINE, os.O_RDONLY | _PLAINLY), "rb") as file:
-        theirs = file.read(_MOST_BYTES)
+    try:
+        descriptor = os.open(path / MACHINE, os.O_RDONLY | _PLAINLY)
+    except FileNotFoundError:
+        theirs = b""
+    else:
+        try:
+            theirs = os.read(descriptor, _MOST_BYTES)
+        finally:
+            os.close(descriptor)
     return theirs == machine().encode() or is_local(path)
 
 
