@@ -185,6 +185,16 @@ class MapsHostMemory(Protocol):
         """
 
 
+class CapturesGraphs(Protocol):
+    """What an accelerator whose streams can record a graph has beside ``Accelerator``. Looked for by its name."""
+
+    def is_current_stream_capturing(self, device_index: int | None = None) -> bool:
+        """Whether the calling thread's current stream on that device records a graph; takes well under a microsecond.
+
+        Nothing may be waited for then, so that a copy would spoil the graph, and itself.
+        """
+
+
 def check_accelerator(candidate: Any, origin: str) -> None:
     """Checks that an object has every member of ``Accelerator``, without calling any.
 

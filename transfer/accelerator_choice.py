@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from accelerators import Accelerator, AcceleratorError, get_accelerator
 from accelerators.protocol import check_accelerator
 
-from .errors import AcceleratorFailedError
+from .errors import AcceleratorFailedError, GraphCaptureError
 
 T = TypeVar("T")
 
@@ -50,6 +50,20 @@ class AcceleratorChoice:
                     raise AcceleratorFailedError(f"cannot transfer to {current.name}: {reason}")
                 self._checked = current
         return current
+
+
+def check_capture(accelerator: Accelerator, device_index: int | None) -> None:
+    """Refuses to work while a graph is recorded: a wait is an error there, and events from there never answer.
+
+    Raises:
+        GraphCaptureError: The current stream of the device records a graph.
+    """
+    ask = getattr(accelerator, "is_current_stream_capturing", None)
+    if ask is not None and ask(device_index):
+        raise GraphCaptureError(
+            f"the current stream of {accelerator.name} records a graph, which cannot contain copies from the host: "
+            "copy before or after the capture"
+        )
 
 
 @contextmanager

@@ -10,7 +10,6 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    StrictBool,
     ValidationError,
     model_validator,
 )
@@ -25,7 +24,7 @@ from accelerators.registry import available_accelerators, explain_unknown
 from .errors import StrategyRegistrationError
 from .nvme import SwappedTensor
 from .registry import MEASURED, explain_unknown_strategy, get_strategy, strategy_names
-from .schema.fields import DtypeName, Flag, SizeBytes, left_out, one_of, refuse
+from .schema.fields import DtypeName, Flag, SizeBytes, Truth, left_out, one_of, refuse
 from .schema.model import ConfigModel, StrategyConfig
 from .schema.problems import UNDERSTOOD
 
@@ -47,7 +46,9 @@ def _strategy_or_measured(value: Any) -> str:
         return MEASURED
     if isinstance(value, str) and nearest(value, [*strategy_names(), MEASURED]) == MEASURED:
         raise refuse(f"unknown strategy {value!r}. Did you mean {MEASURED!r}?")
-    return _strategy(value)
+    if not isinstance(value, str) or value not in strategy_names():
+        raise refuse(explain_unknown_strategy(value, MEASURED) + left_out(value))
+    return value
 
 
 AcceleratorName = Annotated[str, BeforeValidator(_accelerator)]
@@ -130,7 +131,7 @@ class TransferConfig(ConfigModel):
     accelerator: AcceleratorName | None = None
     strategy: StrategyOrMeasured | None = None
     completion: Completion = "deferred"
-    fallback: StrictBool = True
+    fallback: Truth = True
     rules: tuple[Rule, ...] = Field(default=())
 
     @classmethod

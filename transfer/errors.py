@@ -9,6 +9,7 @@
     ├── NotATensorError             (TypeError)    an argument that is not a tensor
     ├── StrategyUnavailableError    (RuntimeError) a copy that the strategy cannot make, or a resource it is refused
     ├── TransferBusyError           (RuntimeError) a submit in the middle of another one of the same thread
+    ├── GraphCaptureError           (RuntimeError) a submit while the device records a graph
     ├── AcceleratorFailedError      (RuntimeError) an error of ``accelerators``, chained
     ├── ForkedProcessError          (RuntimeError) a transfer of the parent process used in a child
     ├── AttachError                 (TypeError)    an engine that ``transfer.zero3`` cannot serve
@@ -78,6 +79,10 @@ class TransferBusyError(TransferError, RuntimeError):
 
     The buffers are in use, so nothing of the inner copy has begun; the outer one is not touched.
     """
+
+
+class GraphCaptureError(TransferError, RuntimeError):
+    """The current stream records a graph, in which a copy cannot be waited for; nothing was queued or asked."""
 
 
 class AcceleratorFailedError(TransferError, RuntimeError):

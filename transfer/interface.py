@@ -20,7 +20,7 @@ from typing_extensions import Self
 
 from accelerators import Accelerator
 
-from .accelerator_choice import AcceleratorChoice, raising_ours
+from .accelerator_choice import AcceleratorChoice, check_capture, raising_ours
 from .errors import ForkedProcessError, NotATensorError, StrategyUnavailableError
 from .in_flight import FINISHED, InFlightCopy, drain_after, finished_copy
 from .nvme.swapped_tensor import SwappedTensor
@@ -163,6 +163,7 @@ class HostToDeviceTransfer(ABC):
         Raises:
             StrategyUnavailableError: This strategy cannot make the copy (``why_not``), or the system refuses what it
                 needs. Nothing is written then.
+            GraphCaptureError: The current stream of the destination's device records a graph. The graph is not touched.
             TransferError: The tensors or the accelerator are refused; see ``transfer.errors``.
             Exception: What the accelerator itself raises, as it is. Nothing is in flight then, and
                 each element of the destination is its old or its new value.
@@ -178,7 +179,7 @@ class HostToDeviceTransfer(ABC):
         try:  # a subclass that does more in `submit`
             self.submit(destination, source).wait()
         except BaseException as error:
-            drain_after(accelerator, destination, error)
+            drain_after(error, accelerator, destination)
             raise
 
     def prepare(self, source: Tensor) -> None:
@@ -233,6 +234,7 @@ class HostToDeviceTransfer(ABC):
                 "returns, or by transfer.nvme.swap_in"
             )
         accelerator = self.accelerator
+        check_capture(accelerator, destination.device.index)
         # One frame for submit and wait: between two of them, Ctrl-C would leave a copy in flight.
         try:
             with torch.no_grad():
@@ -241,7 +243,7 @@ class HostToDeviceTransfer(ABC):
                 copy.wait()
             return copy
         except BaseException as error:
-            drain_after(accelerator, destination, error)
+            drain_after(error, accelerator, destination)
             raise
 
     def _run(self, accelerator: Accelerator, destination: Tensor, source: Any, waits: bool) -> InFlightCopy:

@@ -13,7 +13,7 @@ from accelerators import Accelerator
 
 from .accelerator_choice import AcceleratorChoice, accelerator_errors
 from .config_file import ConfigLike, resolve_config
-from .errors import MachineProfileWarning, warn_caller
+from .errors import MachineProfileWarning, TransferError, warn_caller
 from .interface import HostToDeviceTransfer
 from .measured import CANDIDATES, MachineProfile, fastest
 from .nvme import SwappedTensor
@@ -22,6 +22,8 @@ from .strategies.pinned_direct import UNPREPARED
 
 #: The strategy that reads files; a rule or ``strategy`` that names it is passed over for tensors.
 NVME_SWAPPED = "nvme_swapped"
+#: How a reason begins where a vendor's method raises, and another strategy goes on without its answer.
+_UNANSWERED = "The accelerator does not tell"
 #: Below this many bytes at the destination, the fixed cost of staging outweighs what it gains.
 SMALL_BYTES = 2**20
 #: The same for a source that is page-locked, where nothing is staged. On an H200, from fp32 to bf16, `pinned_direct`
@@ -149,7 +151,7 @@ class TransferPolicy:
                 return decision
             why = "`strategy: nvme_swapped` is for values in files, and this source is in memory."
             return Decision(decision.strategy, f"{why} {decision.reason}")
-        obstacle = self.strategy(named.strategy).why_not(destination, source) if self.config.fallback else None
+        obstacle = self._obstacle(named.strategy, destination, source) if self.config.fallback else None
         if obstacle is None:
             return named
         instead = self._rows(accelerator, destination, source, waits, without)
@@ -215,14 +217,33 @@ class TransferPolicy:
         if measured is not None:
             return measured
         reason = "The source is page-locked, so the device reads and casts it itself."
+        unanswered = None
         for name in CANDIDATES:
             obstacle = self._why_not(name, accelerator, destination, source)
+            if obstacle is not None and obstacle.startswith(_UNANSWERED):
+                unanswered = name, obstacle
             if obstacle is None and name in without:
                 obstacle = f"The system refuses what `{name}` needs."
             if obstacle is None:
                 break
             reason = obstacle
+        if unanswered is not None:
+            return Decision(name, unanswered[1], unanswered[0], False)
         return Decision(name, reason)
+
+    def _obstacle(self, name: str, destination: Tensor, source: Tensor | SwappedTensor) -> str | None:
+        """``why_not`` of a strategy; a sentence too where a vendor's ``is_pinned`` or the like raises.
+
+        With ``fallback: false`` the vendor's error is raised as it is.
+        """
+        try:
+            return self.strategy(name).why_not(destination, source)
+        except TransferError:
+            raise
+        except Exception as error:
+            if not self.config.fallback:
+                raise
+            return f"{_UNANSWERED} what `{name}` has to know ({type(error).__name__}: {error})."
 
     def _why_not(self, name: str, accelerator: Accelerator, destination: Tensor, source: Tensor) -> str | None:
         """Why a row is passed over: it does not pay off, or its strategy cannot make the copy."""
@@ -235,15 +256,13 @@ class TransferPolicy:
             missing = accelerator.capabilities.why_not("streams")
             if missing is not None:
                 return missing
-        return self.strategy(name).why_not(destination, source)
+        return self._obstacle(name, destination, source)
 
     def _measured(
         self, profile: MachineProfile, destination: Tensor, source: Tensor, waits: bool, without: Collection[str]
     ) -> Decision | None:
         """The fastest of the strategies that can make the copy; None where the profile has no times of such copies."""
-        able = [
-            name for name in CANDIDATES if name not in without and not self.strategy(name).why_not(destination, source)
-        ]
+        able = [name for name in CANDIDATES if name not in without and not self._obstacle(name, destination, source)]
         choice = fastest(
             profile,
             {name: self.strategy(name).config for name in able},

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from accelerators import Accelerator
+from accelerators import Accelerator, AcceleratorError
 
 from .config_file import ConfigLike
-from .errors import FallbackWarning, StrategyUnavailableError, run_all, warn_caller
+from .errors import FallbackWarning, StrategyUnavailableError, TransferError, run_all, warn_caller
 from .in_flight import InFlightCopy
 from .interface import HostToDeviceTransfer
 from .policy import Decision, TransferPolicy
@@ -82,10 +82,14 @@ class RoutedTransfer(HostToDeviceTransfer):
     def _prepare(self, name: str, source: Tensor) -> None:
         try:
             self.policy.strategy(name).prepare(source)
-        except StrategyUnavailableError as error:
-            if not self.fallback:
+        except (TransferError, AcceleratorError) as error:
+            if not self.fallback or not isinstance(error, StrategyUnavailableError):
                 raise
             self._warn(name, f"{error} Copies from there take a slower strategy")
+        except Exception as error:  # of a vendor: its methods may raise whatever they want
+            if not self.fallback:
+                raise
+            self._warn(name, f"`{name}` cannot prepare a source ({type(error).__name__}: {error}). Copies are staged")
 
     @property
     def _strategies(self) -> tuple[HostToDeviceTransfer, ...]:

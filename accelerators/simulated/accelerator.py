@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, cast
 
@@ -41,6 +41,8 @@ class SimulatedAccelerator:
       an event that orders them: the one that reads, or both that write, deliver NaNs (-1 in integers).
     * ``pinned_bytes`` counts what is pinned or registered and was not given back. Pinned memory is
       kept until ``unpin_memory``, so a leak stays visible.
+    * Within ``capturing()`` the device records a graph, as CUDA does: work and waits raise, and an event recorded there
+      never answers.
     * Faults: replace a public method on the instance (``accelerators.testing.failing`` does).
 
     Args:
@@ -111,6 +113,18 @@ class SimulatedAccelerator:
     def stream(self, stream: SimulatedStream | None) -> AbstractContextManager[None]:
         return contextlib.nullcontext() if stream is None else self._queue.use(stream)
 
+    def is_current_stream_capturing(self, device_index: int | None = None) -> bool:
+        return self._queue.capturing
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        """The block in which every stream poses as one that records a graph."""
+        self._queue.capturing = True
+        try:
+            yield
+        finally:
+            self._queue.capturing = False
+
     def synchronize(self, device_index: int | None = None) -> None:
         self._queue.reach_all()
 
@@ -125,6 +139,10 @@ class SimulatedAccelerator:
         return tensor
 
     def is_pinned(self, tensor: Tensor) -> bool:
+        return self._is_readable(tensor)
+
+    def _is_readable(self, tensor: Tensor) -> bool:
+        """What a copy finds out for itself, whatever ``is_pinned`` was replaced by."""
         return self._pinned.contain(tensor) or self._registered.contain(tensor)
 
     def unpin_memory(self, tensor: Tensor) -> bool:
@@ -201,8 +219,8 @@ class SimulatedAccelerator:
 
     def enqueue_copy(self, destination: Tensor, source: Tensor) -> None:
         late = destination.dtype == source.dtype or self.on_device(source)
-        readable = self.on_device(source) or self.is_pinned(source)
-        writable = self.on_device(destination) or self.is_pinned(destination)
+        readable = self.on_device(source) or self._is_readable(source)
+        writable = self.on_device(destination) or self._is_readable(destination)
         if not (self.on_device(source) or self.on_device(destination)):
             with torch.no_grad():
                 destination.copy_(source)

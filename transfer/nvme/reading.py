@@ -44,7 +44,6 @@ def swap_in(swapped: SwappedTensor, *, checksums: bool = True, threads: int = 12
     capacity = round_up(skip + swapped.nbytes, ALIGNMENT_BYTES) + ALIGNMENT_BYTES
     if swapped.checksums is not None and checksums:
         capacity = round_up(capacity, swapped.checksums.checksum_bytes)
-    memory = aligned_empty(capacity)
     with (
         ThreadPoolExecutor(threads, thread_name_prefix="h2d-read") as pool,
         reading(
@@ -57,6 +56,7 @@ def swap_in(swapped: SwappedTensor, *, checksums: bool = True, threads: int = 12
         ) as (ahead, chunks),
     ):
         (chunk,) = chunks
+        memory = aligned_empty(capacity)  # once the file is known to be so long
         ahead.start(chunk, buffer_of(memory))()
     with torch.inference_mode(False):  # so that it can be changed outside it
         return memory.narrow(0, chunk.skip, chunk.num_bytes).view(swapped.dtype).view(swapped.shape)

@@ -182,7 +182,7 @@ class NvmeSwappedTransfer(BufferedTransfer):
 
         with ring.session():
             self._read(source, self._ordinary_memory().acquire, deliver)
-        return EventCopy(event, destination, counters=self._counters)
+        return EventCopy(event, destination, counters=self._counters, accelerator=self._accelerator)
 
     def _plainly(self, destination: Tensor, source: SwappedTensor) -> InFlightCopy:
         accelerator, index = self._accelerator, destination.device.index
@@ -254,6 +254,8 @@ class NvmeSwappedTransfer(BufferedTransfer):
 
         try:
             return self._held.get(("ring", destination.device, dtype), make)
+        except StrategyUnavailableError:
+            raise
         except REFUSALS as error:
             raise StrategyUnavailableError(
                 f"nvme_swapped needs {config.pinned_bytes} bytes of pinned memory on {accelerator.name} "

@@ -64,7 +64,7 @@ class PinnedStagedTransfer(BufferedTransfer):
         with ring.session():
             for target, values in paired_chunks(destination, source, self.config.chunk_elements):
                 event = ring.send(target, values)
-        return EventCopy(event, destination, counters=self._counters)
+        return EventCopy(event, destination, counters=self._counters, accelerator=self._accelerator)
 
     def _ring(self, destination: Tensor) -> StagingRing:
         """The ring for destinations of this device and dtype."""
@@ -77,6 +77,8 @@ class PinnedStagedTransfer(BufferedTransfer):
 
         try:
             return self._held.get((destination.device, dtype), make)
+        except StrategyUnavailableError:
+            raise
         except REFUSALS as error:
             raise StrategyUnavailableError(
                 f"pinned_staged needs {config.pinned_bytes(dtype)} bytes of pinned memory on {accelerator.name} "

@@ -30,6 +30,8 @@ MAY_DO_WITHOUT = (
     "device_view",
     "range_push",
     "range_pop",
+    "Event.query",
+    "Event.synchronize",
 )
 
 #: What is raised in turn: a driver's error or the system's, of which a strategy may handle some; or an interrupt.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -33,6 +34,8 @@ def main(arguments: Sequence[str]) -> int:
     with contextlib.ExitStack() as cleaning:
         if options.nvme is not None:
             options.nvme, nvme = _swap_files(options, cleaning)
+        if options.optimizer == "cpu_adam":
+            _compile_cpu_adam()
         worker = "transfer.cli.bench_zero3.worker:measure"
         measured = launch(worker, vars(options), options.ranks, threads=options.threads, deepspeed=True)
     from .report import page_lock, show, with_figures
@@ -80,6 +83,22 @@ def _swap_files(options: argparse.Namespace, cleaning: contextlib.ExitStack) -> 
     own = swap_directory(options.nvme).path
     directory = cleaning.enter_context(tempfile.TemporaryDirectory(prefix="h2d-bench-", dir=own))
     return directory, {"file_system": file_system(own), "pipelined": options.nvme_pipeline}
+
+
+def _compile_cpu_adam() -> None:
+    """Compiles DeepSpeed's CPU Adam where it looks for it, before ranks wait for each other without a word.
+
+    Raises:
+        StrategyUnavailableError: It cannot be compiled, or a lock of another process stays.
+    """
+    from ..measuring import cpu_adam
+
+    os.environ.update(cpu_adam.path_of_ninja())
+    obstacle = cpu_adam.compile_once(
+        lambda sentence: print(sentence, file=sys.stderr, flush=True), cpu_adam.deepspeeds_folder()
+    )
+    if obstacle is not None:
+        raise StrategyUnavailableError(f"{obstacle} `--optimizer adamw` needs no compiler.")
 
 
 def _shape(parser: argparse.ArgumentParser, options: argparse.Namespace) -> tuple[int, int]:
