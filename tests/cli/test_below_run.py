@@ -313,34 +313,47 @@ sys.exit(started.wait())
 
 
 @pytest.fixture
-def start(tmp_path):
-    """Starts ``h2d run`` with these arguments in a process of its own."""
-    pids = tmp_path / "pids"
-    pids.mkdir()
-    rank = write(tmp_path, {"rank.py": RANK}) / "rank.py"
+def pids(tmp_path):
+    """Where each rank leaves its process's id."""
+    (tmp_path / "pids").mkdir()
+    return tmp_path / "pids"
 
-    def start(*arguments, path=""):
-        return subprocess.Popen(
-            [sys.executable, "-m", "transfer.cli", "run", *map(str, arguments), str(rank), str(pids)],
-            env={"PYTHONPATH": ":".join([str(ROOT), *sys.path]), "PATH": f"{path}:{os.environ['PATH']}"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-            cwd=tmp_path,
-        )
 
-    start.pids = pids
-    return start
+def start(pids, *arguments, path=""):
+    """Starts ``h2d run`` with these arguments and a rank's in a process of its own."""
+    rank = write(pids.parent, {"rank.py": RANK}) / "rank.py"
+    return subprocess.Popen(
+        [sys.executable, "-m", "transfer.cli", "run", *map(str, arguments), str(rank), str(pids)],
+        env={"PYTHONPATH": ":".join([str(ROOT), *sys.path]), "PATH": f"{path}:{os.environ['PATH']}"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        cwd=pids.parent,
+    )
 
 
 @pytest.mark.slow
-def test_sigterm_ends_the_ranks_of_a_launcher_that_would_leave_them(start, tmp_path):
+def test_sigterm_ends_the_ranks_of_a_launcher_that_would_leave_them(pids, tmp_path):
     launcher = write(tmp_path / "bin", {"deepspeed": LAUNCHER.format(python=sys.executable)}) / "deepspeed"
     launcher.chmod(0o755)
-    ends_with_its_ranks(start("deepspeed", path=launcher.parent), start.pids, 1)
+    ends_with_its_ranks(start(pids, "deepspeed", path=launcher.parent), pids, 1)
 
 
 @pytest.mark.slow
-def test_sigterm_ends_the_ranks_of_torchrun(start):
+def test_sigterm_ends_the_ranks_of_torchrun(pids):
     command = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    ends_with_its_ranks(start(*command), start.pids, 2)
+    ends_with_its_ranks(start(pids, *command), pids, 2)
+
+
+@pytest.mark.slow
+def test_a_real_training_says_what_it_was_served_with():
+    environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    script = (ROOT / "examples/train_zero3.py", "--simulate", "--steps", "2")
+    done = run_python("-m", "transfer.cli", "run", *script, environment=environment, forked=True)
+    assert done.returncode == 0, done.stderr
+    said = [line for line in done.stderr.splitlines() if line.startswith("h2d run: ")]
+    copies = re.search(r"in 2 steps, (\d+) copies$", done.stdout, re.MULTILINE)[1]
+    assert len(said) == 2
+    assert "sub-groups of a ZeRO-3 engine" in said[0]
+    assert said[1].startswith(f"h2d run: {copies} copies (")
+    assert re.search(r"served (\d+) of \1 copy-backs$", said[1])

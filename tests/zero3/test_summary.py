@@ -1,9 +1,10 @@
-"""The lines that say what engines are served with, on stand-ins; the real ones end ``test_below_run.py``."""
+"""The lines that say what engines are served with, on stand-ins; ``tests/cli/test_below_run.py`` has real ones."""
 
 import gc
 
 import pytest
 
+from tests.running import run_program, succeeds
 from tests.zero3.stand_ins import Spy, SteppingStage3, engine_of
 from transfer import build_transfer, zero3
 from transfer.zero3 import summary
@@ -120,7 +121,32 @@ def test_other_ranks_are_silent(said, simulated, monkeypatch):
 
 @pytest.mark.parametrize(
     ("count", "text"),
-    [(0, "0 bytes"), (1023, "1.02e+03 bytes"), (1024, "1 KiB"), (1536 * 2**20, "1.5 GiB"), (2**52, "4.1e+03 TiB")],
+    [(0, "0 bytes"), (1023, "1023 bytes"), (1024, "1 KiB"), (1536 * 2**20, "1.5 GiB"), (2**52, "4096 TiB")],
 )
 def test_bytes(count, text):
     assert summary.format_bytes(count) == text
+
+
+def test_a_process_of_multiprocessing_says_its_last_line_too():
+    """A forked one ends without ``atexit``."""
+    program = """
+    import multiprocessing, os
+    from accelerators.simulated import SimulatedAccelerator
+    from tests.zero3.stand_ins import SteppingStage3, engine_of
+    from transfer import build_transfer, zero3
+    from transfer.zero3 import summary
+    def work():
+        summary.speak(lambda line: print(line, flush=True), lambda: None)
+        simulated = SimulatedAccelerator()
+        optimizer = SteppingStage3(simulated)
+        zero3.attach(engine_of(optimizer), build_transfer({"strategy": "pageable"}, simulated))
+        optimizer.step()
+    process = multiprocessing.get_context("fork").Process(target=work)
+    process.start()
+    process.join()
+    """
+    lines = [
+        "serves 2 of 2 sub-groups of a ZeRO-3 engine, 0 bytes page-locked\n",
+        "2 copies (2 pageable), 32 bytes, 0.00 s waited; served 2 of 2 copy-backs\n",
+    ]
+    succeeds(run_program(program), stdout="".join(lines))

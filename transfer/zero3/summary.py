@@ -145,7 +145,7 @@ def last_line(records: list[Record]) -> str:
 def format_bytes(count: int) -> str:
     """In the unit that fits: ``1.5 GiB``."""
     power = min(4, max(0, (count.bit_length() - 1) // 10))
-    return f"{count / 2 ** (10 * power):.3g} {('bytes', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+    return f"{count / 2 ** (10 * power):.4g} {('bytes', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 
 
 def _begin(transfer: HostToDeviceTransfer) -> Record:
