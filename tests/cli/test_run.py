@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.running import run_program, run_python
+from tests.running import ROOT, run_program, run_python
 from transfer import cli
 
 SCRIPT = """
@@ -184,3 +184,13 @@ def test_the_exports_are_for_a_shell_and_for_any_number_of_times(show):
     assert len(list(Path(first).glob("*.py"))) == 1, "what stands there can be imported by every process"
     again = run_python("-m", "transfer.cli", "run", "--print-env", environment={"PYTHONPATH": path}, forked=True)
     assert f"export PYTHONPATH={path}\n" in again.stdout
+
+
+@pytest.mark.parametrize(("outer", "kept"), [("12-ab", True), ("env", False)])
+def test_below_another_one_that_one_is_told_of_engines(show, outer, kept):
+    bootstrap = Path(cli.__file__).with_name("bootstrap")
+    environment = {"H2D_RUN": outer, "PYTHONPATH": f"{ROOT}:{bootstrap}:{ROOT}"}
+    done = run_python("-m", "transfer.cli", "run", show, environment=environment, forked=True)
+    run, path = shown(done)[6:]
+    assert (run == outer) == kept
+    assert path == f"{bootstrap}:{ROOT}:{ROOT}"

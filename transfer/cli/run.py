@@ -65,9 +65,10 @@ def main(arguments: Sequence[str]) -> int:
     except ConfigError as error:
         print(f"h2d run: {error}", file=sys.stderr)
         return 2
-    environment = _environment(options.config)
+    # A process stays the same when it is replaced by the program.
+    environment = _environment(options.config, "env" if options.print_env else f"{os.getpid()}-{os.urandom(4).hex()}")
     if options.print_env:
-        for name, value in {**environment, "H2D_RUN": "env"}.items():
+        for name, value in environment.items():
             print(f"export {name}={shlex.quote(value)}")
         return 0
     program, command = _command(parser, options)
@@ -77,12 +78,15 @@ def main(arguments: Sequence[str]) -> int:
     return 0  # which is for those who read types
 
 
-def _environment(config: str | None) -> dict[str, str]:
+def _environment(config: str | None, run: str) -> dict[str, str]:
     """The variables that processes below need. Paths are absolute: they may run elsewhere."""
     before = os.environ.get("PYTHONPATH", "")
-    rest = [each for each in before.split(os.pathsep) if each != str(BOOTSTRAP)] if before else []
-    variables = {"PYTHONPATH": os.pathsep.join([str(BOOTSTRAP), *rest])}
-    variables["H2D_RUN"] = f"{os.getpid()}-{os.urandom(4).hex()}"  # the process stays the same when it is replaced
+    entries = before.split(os.pathsep) if before else []
+    outer = os.environ.get("H2D_RUN", "env") if str(BOOTSTRAP) in entries else "env"
+    variables = {
+        "PYTHONPATH": os.pathsep.join([str(BOOTSTRAP), *(each for each in entries if each != str(BOOTSTRAP))]),
+        "H2D_RUN": run if outer == "env" else outer,  # the outermost command says what was served
+    }
     path = config or environment_path()
     if path:
         variables[ENVIRONMENT_VARIABLE] = str(Path(path).expanduser().absolute())

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 FOLDER = os.path.dirname(__file__)
 #: The id of the process that became the command, and a random part; ``env`` where ``--print-env`` gave the variables.
 RUN = os.environ.get("H2D_RUN", "")
+#: Launchers that leave their ranks running when SIGTERM ends them. torchrun is none.
+LAUNCHERS = ("deepspeed", "deepspeed.launcher.runner", "accelerate", "accelerate-launch", "accelerate.commands.launch")
 IS_COMMAND = RUN.partition("-")[0] == str(os.getpid())
 _below_run: "list[Any]" = []
 
@@ -56,7 +58,7 @@ def begin() -> None:
             ear = _socket.socket(_socket.AF_UNIX, _socket.SOCK_DGRAM)
             ear.bind("\0h2d-run-" + RUN)  # the name of no file: nothing can be left behind
         program = next((each for each in sys.orig_argv[1:] if each[0] != "-"), "")
-        if program.rpartition(os.sep)[2].startswith(("accelerate", "deepspeed")):
+        if os.path.basename(program) in LAUNCHERS:
             below_run().end_ranks_on_sigterm()
     atexit.register(end, os.getpid(), ear)
 
