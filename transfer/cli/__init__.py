@@ -15,7 +15,10 @@ COMMANDS = {
         "measure strategies and baselines; `h2d bench zero3` measures whole steps",
     ),
     "demo": ("transfer.cli.demo.command", "train a small model here and compare every bit with DeepSpeed alone"),
-    "run": ("transfer.cli.run", "run a training script with every ZeRO-3 engine attached, without a change to it"),
+    "run": (
+        "transfer.cli.run",
+        "run a training script, unchanged, with every ZeRO-3 engine attached, in all its processes",
+    ),
     "tune": ("transfer.cli.tune.command", "measure this machine and write the profile that `strategy: measured` uses"),
 }
 

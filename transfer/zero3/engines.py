@@ -20,7 +20,7 @@ from ..config_file import ConfigLike, resolve_config
 from ..errors import AttachError, run_all
 from ..interface import HostToDeviceTransfer
 from ..routing import build_transfer
-from . import checkpoint, patching, stage3, step
+from . import checkpoint, patching, stage3, step, summary
 from .attachment import Attachment
 from .attachments import Installed, attachments
 from .config import config_for_engine
@@ -169,6 +169,7 @@ def _add(optimizer: Any, attachment: Attachment) -> None:
     attachments.add(optimizer, attachment)
     with attachments.lock:
         _patch(type(optimizer))
+    summary.attached(optimizer, attachment)
 
 
 def _patch(optimizer_class: type) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from . import monitor, stage3
+from . import monitor, stage3, summary
 from .attachments import attachments
 from .patching import Patch
 from .plan import StepPlan
@@ -73,6 +73,7 @@ def copy_back(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(optimizer, sub_group_id)
         view, plan = Stage3(optimizer), attachment.plan
         pair = attachment.partitions(view, sub_group_id)
+        summary.of(attachment).copy_back(view, sub_group_id, served=pair is not None)
         if pair is None:
             return original(optimizer, sub_group_id)
         attachment.prepare(view, sub_group_id, pair[1])
@@ -107,6 +108,7 @@ def post_step(original: Callable[..., Any]) -> Callable[..., Any]:
         attachment = attachments.get(optimizer)
         if attachment is not None:
             attachment.finish()
+            summary.of(attachment).step(Stage3(optimizer))
         return original(optimizer, *args, **kwargs)
 
     return patched
