@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -122,6 +123,14 @@ def finish_stream(accelerator: Accelerator, stream: Any, device_index: int | Non
         stream.synchronize()
     elif accelerator.capabilities.copies_asynchronously:
         accelerator.synchronize(device_index)
+
+
+def drain_after(accelerator: Accelerator, destination: Any, error: BaseException) -> None:
+    """Waits for the device, so that nothing is in flight after an error; one of ``accelerators`` becomes ours."""
+    with contextlib.suppress(Exception):
+        accelerator.synchronize(destination.device.index)
+    if isinstance(error, AcceleratorError):
+        raise AcceleratorFailedError(str(error)) from error
 
 
 def finished_copy(accelerator: Accelerator, destination: Tensor, source: Tensor, counters: Counters) -> InFlightCopy:

@@ -8,7 +8,6 @@ To add one, subclass ``HostToDeviceTransfer``, write ``_submit``, and register t
 
 from __future__ import annotations
 
-import contextlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -18,15 +17,16 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from accelerators import Accelerator, AcceleratorError
+from accelerators import Accelerator
 
 from .accelerator_choice import AcceleratorChoice
-from .errors import AcceleratorFailedError, ForkedProcessError, NotATensorError, StrategyUnavailableError
-from .in_flight import FINISHED, InFlightCopy, finished_copy
+from .errors import ForkedProcessError, NotATensorError, StrategyUnavailableError
+from .in_flight import FINISHED, InFlightCopy, drain_after, finished_copy
 from .nvme.swapped_tensor import SwappedTensor
 from .profiling import named_range
 from .schema.model import StrategyConfig, strategy_config
 from .stats import Counters, StrategyStats
+from .tensor_memory import check_kind, check_memory, goes_to_device, pair_problem
 from .validation import validate
 
 
@@ -131,12 +131,12 @@ class HostToDeviceTransfer(ABC):
         """The counts since this object was made, by strategy; never reset."""
         return {self.name or type(self).__name__: self._counters.total}
 
-    def why_not(self, destination: Tensor, source: Tensor | SwappedTensor) -> str | None:  # noqa: ARG002
+    def why_not(self, destination: Tensor, source: Tensor | SwappedTensor) -> str | None:
         """Why this strategy cannot make a copy from the host to the device, in one sentence, or None if it can.
 
-        Pure; takes microseconds. Whether a copy pays off is for the policy to say.
+        Pure; takes microseconds. Whether a copy pays off is for the policy to say. Subclasses ask ``super`` first.
         """
-        return None
+        return pair_problem(destination, source)
 
     def submit(self, destination: Tensor, source: Tensor | SwappedTensor) -> InFlightCopy:
         """Starts a copy. The strategy says how long this blocks; ``pageable`` blocks until the copy has ended.
@@ -171,7 +171,7 @@ class HostToDeviceTransfer(ABC):
         try:  # a subclass that does more in `submit`
             self.submit(destination, source).wait()
         except BaseException as error:
-            _drain(accelerator, destination, error)
+            drain_after(accelerator, destination, error)
             raise
 
     def prepare(self, source: Tensor) -> None:
@@ -179,12 +179,19 @@ class HostToDeviceTransfer(ABC):
 
         A strategy may do costly work for it now, such as page-locking, which blocks. A second call is cheap.
 
+        Page-locking changes *other* code's copies: ``on_gpu.copy_(source, non_blocking=True)`` and
+        ``source.copy_(on_gpu, non_blocking=True)`` were over when they returned, and are not any more. Synchronize
+        before the source is written or read, or set ``pinned_direct.page_lock: false``.
+
         Raises:
             StrategyUnavailableError: It is refused. Nothing has changed then.
+            InvalidTensorError: The source has no memory of its own (a DTensor, ...). Nothing has changed then.
         """
+        check_memory(source, "source")
 
     def unprepare(self, source: Tensor) -> None:
         """Undoes ``prepare`` for this storage, as freeing it and ``close`` do. Blocks until no copy here reads it."""
+        check_kind(source, "source")
 
     def drain(self) -> None:
         """Blocks until the device is idle, as after an error. Raises what the accelerator reports."""
@@ -192,8 +199,11 @@ class HostToDeviceTransfer(ABC):
             self._accelerator.synchronize()
 
     def is_host_to_device(self, destination: Tensor, source: Tensor | SwappedTensor) -> bool:
-        """Whether a copy goes from host memory, or from a file, to ``accelerator``. Raises as that property does."""
-        return _is_host_to_device(self.accelerator, destination, source)
+        """Whether ``submit`` takes a copy that goes from host memory, or from a file, to ``accelerator``.
+
+        False without memory of its own on either side. Raises as ``accelerator`` does.
+        """
+        return pair_problem(destination, source) is None and goes_to_device(self.accelerator, destination, source)
 
     def close(self) -> None:
         """Waits for what is in flight and gives back every pinned byte.
@@ -231,12 +241,12 @@ class HostToDeviceTransfer(ABC):
                 copy.wait()
             return copy
         except BaseException as error:
-            _drain(accelerator, destination, error)
+            drain_after(accelerator, destination, error)
             raise
 
     def _run(self, accelerator: Accelerator, destination: Tensor, source: Any, waits: bool) -> InFlightCopy:
         """Makes one copy: a plain one within the host or the device, else the strategy's own, if it can make it."""
-        if isinstance(source, Tensor) and not _is_host_to_device(accelerator, destination, source):
+        if isinstance(source, Tensor) and not goes_to_device(accelerator, destination, source):
             copy = finished_copy(accelerator, destination, source, self._counters)
             self._counters.add(copies=1, bytes=destination.nbytes)
             return copy
@@ -286,15 +296,3 @@ class HostToDeviceTransfer(ABC):
                 f"in its fork {os.getpid()}; build a new one there"
             )
         self._process = os.getpid()
-
-
-def _is_host_to_device(accelerator: Accelerator, destination: Tensor, source: Any) -> bool:
-    return accelerator.on_device(destination) and (not isinstance(source, Tensor) or accelerator.on_host(source))
-
-
-def _drain(accelerator: Accelerator, destination: Any, error: BaseException) -> None:
-    """Waits for the device, so that nothing is in flight after an error; one of ``accelerators`` becomes ours."""
-    with contextlib.suppress(Exception):
-        accelerator.synchronize(destination.device.index)
-    if isinstance(error, AcceleratorError):
-        raise AcceleratorFailedError(str(error)) from error

@@ -7,7 +7,7 @@ import weakref
 
 from torch import Tensor
 
-from ..overlap import span_bytes
+from ..overlap import address, memory_problem, span_bytes
 
 
 class MemoryRanges:
@@ -41,8 +41,8 @@ class MemoryRanges:
             return any(begin < address + num_bytes and address < begin + size for begin, size in self._sizes.items())
 
     def contain(self, tensor: Tensor) -> bool:
-        """Whether every element of ``tensor`` lies in one of the ranges; False without elements."""
-        if tensor.numel() == 0:
+        """Whether every element of ``tensor`` lies in one of the ranges; False without elements or memory."""
+        if tensor.numel() == 0 or memory_problem(tensor) is not None:
             return False
         begin = tensor.data_ptr()
         end = begin + span_bytes(tensor)
@@ -57,7 +57,12 @@ class Storages:
         self._alive: set[int] = set()
 
     def add(self, tensor: Tensor) -> None:
-        """Adds the storage under ``tensor``; every view of it belongs to the set then."""
+        """Adds the storage under ``tensor``; every view of it belongs to the set then.
+
+        Raises:
+            ValueError: It has no memory of its own.
+        """
+        address(tensor)
         storage = tensor.untyped_storage()
         if storage._cdata not in self._alive:
             self._alive.add(storage._cdata)
@@ -65,4 +70,4 @@ class Storages:
 
     def contain(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` has elements in one of the storages."""
-        return tensor.numel() > 0 and tensor.untyped_storage()._cdata in self._alive
+        return tensor.numel() > 0 and memory_problem(tensor) is None and tensor.untyped_storage()._cdata in self._alive
