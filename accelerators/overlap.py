@@ -1,4 +1,4 @@
-"""The memory that a tensor spans, its bytes, and whether two tensors share elements."""
+"""Whether a tensor has memory of its own, what it spans, its bytes, and whether two tensors share elements."""
 
 from __future__ import annotations
 
@@ -6,6 +6,43 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+#: The ``__torch_dispatch__`` of every class whose tensors are their memory. Another one decides what its tensors hold.
+_NO_DISPATCH = Tensor.__torch_dispatch__
+
+
+def kind_problem(tensor: Tensor) -> str | None:
+    """Why tensors of this class are not memory of their own, as the end of a sentence, or None if they may be.
+
+    DTensors, other wrapper subclasses and fake tensors are not. A subclass that leaves ``__torch_dispatch__`` alone, as
+    ``Parameter`` does, is.
+    """
+    kind = type(tensor)
+    if kind is Tensor:
+        return None
+    if is_lazy(tensor):
+        return "is an uninitialised parameter, without memory"
+    if kind.__torch_dispatch__ is _NO_DISPATCH:
+        return None
+    inside = "its local shard, `to_local()`" if hasattr(kind, "to_local") else "the plain tensors inside it"
+    return f"is a {kind.__name__}, which has no memory of its own: take {inside} instead"
+
+
+def memory_problem(tensor: Tensor) -> str | None:
+    """Why a tensor is not the values in memory of its own, as the end of a sentence, or None if it is.
+
+    Asked before anything goes by ``data_ptr()``, which is 0 for some tensors and raises for others: those of
+    ``kind_problem``, and functional tensors, tensors inside ``vmap``, meta tensors, freed storages.
+    """
+    problem = kind_problem(tensor)
+    if problem is not None:
+        return problem
+    try:
+        has_memory = bool(tensor.data_ptr()) or tensor.numel() == 0
+    except RuntimeError as error:
+        return f"has no memory of its own: {str(error).partition(chr(10))[0]}"
+    return None if has_memory else "has no memory of its own"
 
 
 def span_elements(tensor: Tensor) -> int:
@@ -28,14 +65,29 @@ def bytes_of(tensor: Tensor) -> Tensor:
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
+def address(tensor: Tensor) -> int:
+    """Where the first element is.
+
+    Raises:
+        ValueError: It has elements, and no memory of its own (``memory_problem``).
+    """
+    problem = memory_problem(tensor)
+    if problem is not None:
+        raise ValueError(f"a tensor {problem}")
+    return tensor.data_ptr()
+
+
 def share_elements(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors of one device share any byte of an element, exactly.
 
     Metadata is enough, unless strides interleave; that takes a byte of host memory for each element
     spanned.
+
+    Raises:
+        ValueError: One of them has no memory of its own.
     """
-    first, second = sorted((a, b), key=Tensor.data_ptr)
-    gap_bytes = second.data_ptr() - first.data_ptr()
+    (begin, first), (later, second) = sorted(((address(a), a), (address(b), b)), key=lambda each: each[0])
+    gap_bytes = later - begin
     if gap_bytes >= span_bytes(first) or not second.numel():
         return False
     if a.is_contiguous() and b.is_contiguous():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -86,3 +87,11 @@ def raising_ours(method: Callable[..., T]) -> Callable[..., T]:
             raise AcceleratorFailedError(str(error)) from error
 
     return converting
+
+
+def convert_errors_of(strategy: type, *names: str) -> None:
+    """Puts the methods that a class defines itself under ``raising_ours``."""
+    for name in names:
+        method = vars(strategy).get(name)
+        if inspect.isfunction(method):
+            setattr(strategy, name, raising_ours(method))

@@ -8,7 +8,6 @@ To add one, subclass ``HostToDeviceTransfer``, write ``_submit``, and register t
 
 from __future__ import annotations
 
-import inspect
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -20,13 +19,14 @@ from typing_extensions import Self
 
 from accelerators import Accelerator
 
-from .accelerator_choice import AcceleratorChoice, check_capture, raising_ours
+from .accelerator_choice import AcceleratorChoice, check_capture, convert_errors_of, raising_ours
 from .errors import ForkedProcessError, NotATensorError, StrategyUnavailableError
 from .in_flight import FINISHED, InFlightCopy, drain_after, finished_copy
 from .nvme.swapped_tensor import SwappedTensor
 from .profiling import named_range
 from .schema.model import StrategyConfig, strategy_config
 from .stats import Counters, StrategyStats
+from .tensor_memory import check_kind, check_memory, goes_to_device, pair_problem
 from .validation import validate
 
 
@@ -63,10 +63,8 @@ class HostToDeviceTransfer(ABC):
 
     #: The strategy's own configuration model.
     Config: ClassVar[type[StrategyConfig]] = StrategyConfig
-
     #: The strategy's name in ``stats`` and in profilers; empty for the class's own name.
     name: ClassVar[str] = ""
-
     #: Whether it takes a ``SwappedTensor`` as the source.
     reads_swapped: ClassVar[bool] = False
 
@@ -81,9 +79,7 @@ class HostToDeviceTransfer(ABC):
     def __init_subclass__(cls, **options: Any) -> None:
         """Errors of ``accelerators`` become ours in what a strategy writes itself too."""
         super().__init_subclass__(**options)
-        for name in ("why_not", "prepare", "unprepare", "drain", "is_host_to_device", "close"):
-            if inspect.isfunction(vars(cls).get(name)):
-                setattr(cls, name, raising_ours(vars(cls)[name]))
+        convert_errors_of(cls, "why_not", "prepare", "unprepare", "drain", "is_host_to_device", "close")
 
     def __new__(cls, *_args: Any, **_options: Any) -> Self:
         made = super().__new__(cls)
@@ -138,12 +134,12 @@ class HostToDeviceTransfer(ABC):
         """The counts since this object was made, by strategy; never reset."""
         return {self.name or type(self).__name__: self._counters.total}
 
-    def why_not(self, destination: Tensor, source: Tensor | SwappedTensor) -> str | None:  # noqa: ARG002
+    def why_not(self, destination: Tensor, source: Tensor | SwappedTensor) -> str | None:
         """Why this strategy cannot make a copy from the host to the device, in one sentence, or None if it can.
 
-        Pure; takes microseconds. Whether a copy pays off is for the policy to say.
+        Pure; takes microseconds. Whether a copy pays off is for the policy to say. Subclasses ask ``super`` first.
         """
-        return None
+        return pair_problem(destination, source)
 
     def submit(self, destination: Tensor, source: Tensor | SwappedTensor) -> InFlightCopy:
         """Starts a copy. The strategy says how long this blocks; ``pageable`` blocks until the copy has ended.
@@ -165,8 +161,8 @@ class HostToDeviceTransfer(ABC):
                 needs. Nothing is written then.
             GraphCaptureError: The current stream of the destination's device records a graph. The graph is not touched.
             TransferError: The tensors or the accelerator are refused; see ``transfer.errors``.
-            Exception: What the accelerator itself raises, as it is. Nothing is in flight then, and
-                each element of the destination is its old or its new value.
+            Exception: What the accelerator itself raises, as it is. Nothing is in flight then, and each element of
+                the destination is its old or its new value.
         """
         return self._start(destination, source, waits=False)
 
@@ -187,12 +183,19 @@ class HostToDeviceTransfer(ABC):
 
         A strategy may do costly work for it now, such as page-locking, which blocks. A second call is cheap.
 
+        Page-locking changes *other* code's copies: ``on_gpu.copy_(source, non_blocking=True)`` and
+        ``source.copy_(on_gpu, non_blocking=True)`` were over when they returned, and are not any more. Synchronize
+        before the source is written or read, or set ``pinned_direct.page_lock: false``.
+
         Raises:
             StrategyUnavailableError: It is refused. Nothing has changed then.
+            InvalidTensorError: The source has no memory of its own (a DTensor, ...). Nothing has changed then.
         """
+        check_memory(source, "source")
 
     def unprepare(self, source: Tensor) -> None:
         """Undoes ``prepare`` for this storage, as freeing it and ``close`` do. Blocks until no copy here reads it."""
+        check_kind(source, "source")
 
     @raising_ours
     def drain(self) -> None:
@@ -202,9 +205,8 @@ class HostToDeviceTransfer(ABC):
 
     @raising_ours
     def is_host_to_device(self, destination: Tensor, source: Tensor | SwappedTensor) -> bool:
-        """Whether a copy goes from host memory, or from a file, to ``accelerator``. Raises as that property does."""
-        accelerator = self.accelerator
-        return accelerator.on_device(destination) and (not isinstance(source, Tensor) or accelerator.on_host(source))
+        """Whether ``submit`` takes a copy from host memory, or from a file, to ``accelerator``. Raises as that does."""
+        return pair_problem(destination, source) is None and goes_to_device(self.accelerator, destination, source)
 
     def close(self) -> None:
         """Waits for what is in flight and gives back every pinned byte.
@@ -212,8 +214,7 @@ class HostToDeviceTransfer(ABC):
         Idempotent. A closed object holds nothing; a later ``submit`` pins anew. Does nothing after a fork.
 
         Raises:
-            Exception: What the accelerator reports while it is waited for. What could not be given
-                back stays pinned, and the next ``close`` tries again.
+            Exception: What the accelerator reports. What could not be given back stays pinned, for the next ``close``.
         """
 
     def __enter__(self) -> Self:
@@ -248,7 +249,7 @@ class HostToDeviceTransfer(ABC):
 
     def _run(self, accelerator: Accelerator, destination: Tensor, source: Any, waits: bool) -> InFlightCopy:
         """Makes one copy: a plain one within the host or the device, else the strategy's own, if it can make it."""
-        if isinstance(source, Tensor) and not (accelerator.on_device(destination) and accelerator.on_host(source)):
+        if isinstance(source, Tensor) and not goes_to_device(accelerator, destination, source):
             copy = finished_copy(accelerator, destination, source, self._counters)
             self._counters.add(copies=1, bytes=destination.nbytes)
             return copy

@@ -19,6 +19,7 @@ from .measured import CANDIDATES, MachineProfile, fastest
 from .nvme import SwappedTensor
 from .registry import MEASURED, get_strategy
 from .strategies.pinned_direct import UNPREPARED
+from .tensor_memory import check_memory
 
 #: The strategy that reads files; a rule or ``strategy`` that names it is passed over for tensors.
 NVME_SWAPPED = "nvme_swapped"
@@ -117,7 +118,10 @@ class TransferPolicy:
 
         Raises:
             AcceleratorFailedError: The accelerator is unknown or not available here, or raises an error of its own.
+            InvalidTensorError: A side has no memory of its own, as a DTensor.
         """
+        check_memory(destination, "destination")
+        check_memory(source, "source")
         with accelerator_errors():
             return self.choose(self.accelerator_choice.resolve(), destination, source, waits=False)
 

@@ -64,11 +64,13 @@ class RoutedTransfer(HostToDeviceTransfer):
         return merged(*(strategy.stats() for strategy in self._strategies))
 
     def prepare(self, source: Tensor) -> None:
+        super().prepare(source)
         self._check_process()
         for name in self.policy.preparing(source):
             self._prepare(name, source)
 
     def unprepare(self, source: Tensor) -> None:
+        super().unprepare(source)
         if self._is_forked:
             return
         for strategy in self._strategies:

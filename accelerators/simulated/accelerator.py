@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InFlightError
-from ..overlap import bytes_of, span_bytes
+from ..overlap import address, bytes_of, span_bytes
 from ..protocol import Capabilities
 from .late_queue import LateQueue, SimulatedEvent, SimulatedStream
 from .memory_ranges import MemoryRanges, Storages
@@ -226,6 +226,7 @@ class SimulatedAccelerator:
                 destination.copy_(source)
             return
         stream = self._queue.current_stream
+        address(destination), address(source)  # before `detach`, which a wrapper may define
         self._queue.enqueue(stream, destination.detach(), source.detach())
         if self.eager or not (late and readable and writable):
             stream.synchronize()

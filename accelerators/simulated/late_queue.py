@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..overlap import share_elements, span_bytes
+from ..overlap import address, share_elements, span_bytes
 
 
 class _Mark:
@@ -206,7 +206,7 @@ class LateQueue:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    begin = tensor.data_ptr()
+    begin = address(tensor)
     return begin, begin + span_bytes(tensor)
 
 

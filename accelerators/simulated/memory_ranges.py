@@ -8,7 +8,7 @@ import weakref
 from torch import Tensor
 
 from ..address_ranges import AddressRanges
-from ..overlap import span_bytes
+from ..overlap import address, memory_problem, span_bytes
 
 
 class MemoryRanges:
@@ -41,8 +41,8 @@ class MemoryRanges:
             return bool(self._ranges.overlapping(address, num_bytes))
 
     def contain(self, tensor: Tensor) -> bool:
-        """Whether every element of ``tensor`` lies in one of the ranges; False without elements."""
-        if tensor.numel() == 0:
+        """Whether every element of ``tensor`` lies in one of the ranges; False without elements or memory."""
+        if tensor.numel() == 0 or memory_problem(tensor) is not None:
             return False
         with self._lock:
             return self._ranges.covering(tensor.data_ptr(), span_bytes(tensor)) is not None
@@ -55,7 +55,12 @@ class Storages:
         self._alive: set[int] = set()
 
     def add(self, tensor: Tensor) -> None:
-        """Adds the storage under ``tensor``; every view of it belongs to the set then."""
+        """Adds the storage under ``tensor``; every view of it belongs to the set then.
+
+        Raises:
+            ValueError: It has no memory of its own.
+        """
+        address(tensor)
         storage = tensor.untyped_storage()
         if storage._cdata not in self._alive:
             self._alive.add(storage._cdata)
@@ -63,4 +68,4 @@ class Storages:
 
     def contain(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` has elements in one of the storages."""
-        return tensor.numel() > 0 and tensor.untyped_storage()._cdata in self._alive
+        return tensor.numel() > 0 and memory_problem(tensor) is None and tensor.untyped_storage()._cdata in self._alive

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from accelerators.simulated import SimulatedAccelerator
-from tests.zero3.stand_ins import Spy, Stage3, SteppingStage3, engine_of
+from tests.zero3.stand_ins import Spy, Stage3, SteppingStage3, UpdatesTwice, engine_of
 from transfer import FallbackWarning, InvalidTensorError, TransferConfig, build_transfer, zero3
 from transfer.zero3 import stage3
 
@@ -66,16 +66,6 @@ def test_an_exception_in_the_optimizer_leaves_nothing_in_flight(simulated, optim
     optimizer.raise_at = None
     optimizer.step()
     assert optimizer.values() == [after(0, 2), after(1, 2), after(2, 2)]  # the update that raised had been made
-
-
-class UpdatesTwice(SteppingStage3):
-    """Updates its first sub-group once more, before that sub-group's copy is waited for; that update raises."""
-
-    def step(self, closure=None):
-        self._optimizer_step(0)
-        self._reassign_or_swap_out_partitioned_parameters(0)
-        self.raise_at = (0, RuntimeError("diverged"))
-        self._optimizer_step(0)
 
 
 def test_an_update_waits_for_the_copy_that_reads_its_master(simulated):

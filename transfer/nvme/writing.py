@@ -57,7 +57,8 @@ def swap_out(
         SwapSpaceError: There is no room, or the process's limit of file sizes is lower.
         SwapError: The directory or file cannot be written; the subclass says why.
         NotATensorError: ``tensor`` is not a ``torch.Tensor``.
-        InvalidTensorError: The tensor has no plain memory: meta, sparse, nested, quantized.
+        InvalidTensorError: The tensor has no plain memory of its own: DTensors and other wrappers, meta, sparse,
+            nested, quantized.
         UnsupportedDtypeError: Its dtype has no plain values.
         ValueError: ``threads`` is less than 1, or ``checksum_bytes`` is not a multiple of 4096.
     """

@@ -145,8 +145,10 @@ class NvmeSwappedTransfer(BufferedTransfer):
             checksum_bytes=min(CHECKSUM_BYTES, self.config.chunk_bytes),
         )
 
-    def why_not(self, destination: Tensor, source: Any) -> str | None:  # noqa: ARG002
-        return None if isinstance(source, SwappedTensor) else "It copies values in files, and this source is a tensor."
+    def why_not(self, destination: Tensor, source: Any) -> str | None:
+        if not isinstance(source, SwappedTensor):
+            return "It copies values in files, and this source is a tensor."
+        return super().why_not(destination, source)
 
     def _submit(self, destination: Tensor, source: SwappedTensor) -> InFlightCopy:
         capabilities = self._accelerator.capabilities

@@ -84,7 +84,10 @@ class PinnedDirectTransfer(BufferedTransfer):
     def page_locked_bytes(self) -> int:
         return self._held.total("page_locked_bytes")
 
-    def why_not(self, destination: Tensor, source: Any) -> str | None:  # noqa: ARG002
+    def why_not(self, destination: Tensor, source: Any) -> str | None:
+        problem = super().why_not(destination, source)
+        if problem is not None:
+            return problem
         accelerator = self.accelerator
         if not accelerator.on_host(source):  # a plain copy, which every strategy makes
             return None
@@ -98,6 +101,7 @@ class PinnedDirectTransfer(BufferedTransfer):
         return accelerator.capabilities.why_not("registers_host_memory") or UNPREPARED
 
     def prepare(self, source: Tensor) -> None:
+        super().prepare(source)
         self._check_process()
         accelerator = self.accelerator
         if not self.config.page_lock or source.numel() == 0 or not accelerator.on_host(source):
@@ -113,6 +117,7 @@ class PinnedDirectTransfer(BufferedTransfer):
             self._page_lock(accelerator, source, locks)
 
     def unprepare(self, source: Tensor) -> None:
+        super().unprepare(source)
         if self._is_forked:
             return
         with self._lock:

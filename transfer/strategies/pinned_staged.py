@@ -52,8 +52,9 @@ class PinnedStagedTransfer(BufferedTransfer):
     Config = PinnedStagedConfig
     config: PinnedStagedConfig
 
-    def why_not(self, destination: Tensor, source: Any) -> str | None:  # noqa: ARG002
-        return self.accelerator.capabilities.why_not("events", "pins_host_memory")
+    def why_not(self, destination: Tensor, source: Any) -> str | None:
+        problem = super().why_not(destination, source)
+        return problem or self.accelerator.capabilities.why_not("events", "pins_host_memory")
 
     def _submit(self, destination: Tensor, source: Tensor) -> InFlightCopy:
         return self._take_turn(self._send, destination, source)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ from ..interface import HostToDeviceTransfer
 from .plan import StepPlan
 from .stage3 import Stage3
 from .swap_buffers import SwapBuffers
+
+logger = logging.getLogger("transfer")
 
 
 @dataclass(eq=False)
@@ -41,6 +44,7 @@ class Attachment:
     _interrupted: bool = False
     _masters: dict[int, weakref.ref[torch.UntypedStorage]] = field(default_factory=dict)  # those that were prepared
     _swap_buffers: SwapBuffers = field(init=False)
+    _said: str | None = None
 
     def __post_init__(self) -> None:
         self._swap_buffers = SwapBuffers(self.transfer)
@@ -49,6 +53,12 @@ class Attachment:
     def deferred(self) -> bool:
         """Whether waits may be put off to the end of a step; True for a strategy used alone, which has no such key."""
         return getattr(self.transfer.config, "completion", "deferred") == "deferred"
+
+    def say(self, plan: StepPlan) -> None:
+        """Logs why the copy-backs of a step wait at once, unless that was said of the step before."""
+        if plan.waits_because is not None and plan.waits_because != self._said:
+            logger.info("each copy-back of this ZeRO-3 engine waits at once: %s", plan.waits_because)
+        self._said = plan.waits_because
 
     def partitions(self, stage3: Stage3, sub_group_id: int) -> tuple[Any, Any] | None:
         """The low-precision and the master partition of a copy from host to device; None: DeepSpeed's own code runs.

@@ -54,7 +54,7 @@ class Attachments:
         """
         attachment = self.get(optimizer)
         if attachment is None and self.installed is not None and optimizer not in self._detached:
-            config = config_for_engine(self.installed.config, {})
+            config = config_for_engine(self.installed.config, None)
             attachment = Attachment(build_transfer(config), config, by_install=True)
             self.add(optimizer, attachment)
         return attachment

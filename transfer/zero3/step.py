@@ -29,6 +29,7 @@ def step(original: Callable[..., Any]) -> Callable[..., Any]:
         with attachment.finishing():
             try:
                 attachment.plan = StepPlan(Stage3(optimizer), attachment.transfer, deferred=attachment.deferred)
+                attachment.say(attachment.plan)
                 result = original(optimizer, *args, **kwargs)
             finally:
                 attachment.plan = None
