@@ -157,8 +157,7 @@ class HostToDeviceTransfer(ABC):
             be read, freed or written. Two copies to one destination are not ordered.
 
         Raises:
-            StrategyUnavailableError: This strategy cannot make the copy (``why_not``), or the system refuses what it
-                needs. Nothing is written then.
+            StrategyUnavailableError: It cannot make the copy, or the system refuses what it needs. Nothing is written.
             GraphCaptureError: The current stream of the destination's device records a graph. The graph is not touched.
             TransferError: The tensors or the accelerator are refused; see ``transfer.errors``.
             Exception: What the accelerator itself raises, as it is. Nothing is in flight then, and each element of
@@ -189,7 +188,7 @@ class HostToDeviceTransfer(ABC):
 
         Raises:
             StrategyUnavailableError: It is refused. Nothing has changed then.
-            InvalidTensorError: The source has no memory of its own (a DTensor, ...). Nothing has changed then.
+            InvalidTensorError: The source has no memory of its own, as a DTensor. Nothing has changed then.
         """
         check_memory(source, "source")
 

@@ -7,8 +7,7 @@ import weakref
 
 from torch import Tensor
 
-from ..address_ranges import AddressRanges
-from ..overlap import address, memory_problem, span_bytes
+from ..overlap import AddressRanges, address, memory_problem, span_bytes
 
 
 class MemoryRanges:

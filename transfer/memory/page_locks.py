@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from accelerators import Accelerator
-from accelerators.address_ranges import AddressRanges
+from accelerators.overlap import AddressRanges
 
 from ..errors import TransferBusyError
 from .marking_guard import MarkingGuard

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from . import monitor, stage3, summary
+from . import stage3, summary
 from .attachments import attachments
 from .patching import Patch
 from .plan import StepPlan
@@ -25,7 +25,7 @@ def step(original: Callable[..., Any]) -> Callable[..., Any]:
         if attachment is None or attachment.plan is not None:  # a step within a step
             return original(optimizer, *args, **kwargs)
         attachment.finish()  # what an interrupted step has left
-        report = monitor.reporter(attachment)
+        report = summary.reporter(attachment)
         with attachment.finishing():
             try:
                 attachment.plan = StepPlan(Stage3(optimizer), attachment.transfer, deferred=attachment.deferred)

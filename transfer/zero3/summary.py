@@ -1,7 +1,7 @@
-"""What a process's ZeRO-3 engines were served with: the first and the last line of ``h2d run``.
+"""What a process's ZeRO-3 engines were served with: lines for people, and counters for DeepSpeed's monitor.
 
 A record stands for one transfer and keeps nothing of it alive, so it takes the counts at the end of each step. Without
-``h2d run`` the first line goes to the logger ``transfer``, at level INFO, and there is no last one.
+``h2d run`` its first line goes to the logger ``transfer``, at level INFO, and there is no last one.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from multiprocessing import parent_process, util
 from typing import Any
 
@@ -20,6 +20,9 @@ from ..interface import HostToDeviceTransfer
 from ..stats import StrategyStats, merged
 from .attachment import Attachment
 from .stage3 import Stage3
+
+#: Events are called ``Train/H2D/<strategy>/<field of StrategyStats>``.
+PREFIX = "Train/H2D"
 
 logger = logging.getLogger("transfer")
 
@@ -108,6 +111,27 @@ def attached(optimizer: Any, attachment: Attachment) -> None:
         )
 
 
+def reporter(attachment: Attachment) -> Callable[[], None]:
+    """Returns a callback that writes this step's counters; call it when the step ends.
+
+    A monitor that fails is logged, and does not end the step.
+    """
+    engine = attachment.engine() if attachment.engine is not None else None
+    if engine is None or not getattr(engine.monitor, "enabled", False) or engine.global_rank != 0:
+        return lambda: None
+    before = attachment.transfer.stats()
+
+    def report() -> None:
+        try:
+            events = _events(engine, before, attachment.transfer.stats())
+            if events:
+                engine.monitor.write_events(events)
+        except Exception as error:  # noqa: BLE001 - of TensorBoard, W&B, a full disk
+            logger.warning("DeepSpeed's monitor has refused what the step copied: %s", error)
+
+    return report
+
+
 def end() -> bool:
     """Says at the end of a process what was served. Rank 0 speaks, once.
 
@@ -177,3 +201,16 @@ def _who_copies(stage3: Stage3) -> str:
         return "the optimizer's step makes its own"
     name = "SuperOffload" if "SuperOffload" in type(stage3.optimizer).__name__ else "ZenFlow"
     return f"{name} overlaps its own"
+
+
+def _events(
+    engine: Any, before: dict[str, StrategyStats], after: dict[str, StrategyStats]
+) -> list[tuple[str, float, int]]:
+    # The engine counts a step's samples after the optimizer's step, in the middle of which this is called.
+    samples = engine.global_samples + engine.train_batch_size()
+    events = []
+    for name, total in after.items():
+        of_step = total - before.get(name, StrategyStats())
+        if of_step.copies or of_step.passed_on:
+            events += [(f"{PREFIX}/{name}/{field}", value, samples) for field, value in asdict(of_step).items()]
+    return events
