@@ -194,3 +194,12 @@ def test_below_another_one_that_one_is_told_of_engines(show, outer, kept):
     run, path = shown(done)[6:]
     assert (run == outer) == kept
     assert path == f"{bootstrap}:{ROOT}:{ROOT}"
+
+
+def test_a_command_that_the_system_cannot_start(tmp_path):
+    (tmp_path / "strange").write_text("neither a program nor a script that says by what it is run")
+    (tmp_path / "strange").chmod(0o755)
+    environment = {"PATH": str(tmp_path)}
+    done = run_python("-m", "transfer.cli", "run", "strange", environment=environment, forked=True)
+    assert done.returncode == 126
+    assert done.stderr == f"h2d run: {tmp_path}/strange cannot be started: Exec format error\n"

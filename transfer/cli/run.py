@@ -18,7 +18,7 @@ from ..config_file import ENVIRONMENT_VARIABLE, environment_path, resolve_config
 from ..errors import ConfigError
 
 #: Holds the ``sitecustomize`` that every process below runs when it begins.
-BOOTSTRAP = Path(__file__).with_name("bootstrap")
+BOOTSTRAP = Path(__file__).absolute().with_name("bootstrap")
 
 DESCRIPTION = """\
 Becomes the program, with every ZeRO-3 engine attached as by `transfer.zero3.install()`: in its own process and in
@@ -74,8 +74,11 @@ def main(arguments: Sequence[str]) -> int:
     program, command = _command(parser, options)
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execve(program, [*command, *launchers, *options.arguments], {**os.environ, **environment})  # noqa: S606
-    return 0  # which is for those who read types
+    try:
+        os.execve(program, [*command, *launchers, *options.arguments], {**os.environ, **environment})  # noqa: S606
+    except OSError as error:
+        print(f"h2d run: {program} cannot be started: {error.strerror}", file=sys.stderr)
+    return 126  # as shells say
 
 
 def _environment(config: str | None, run: str) -> dict[str, str]:

@@ -57,7 +57,7 @@ def begin() -> None:
         if hasattr(_socket, "AF_UNIX"):
             ear = _socket.socket(_socket.AF_UNIX, _socket.SOCK_DGRAM)
             ear.bind("\0h2d-run-" + RUN)  # the name of no file: nothing can be left behind
-        program = next((each for each in sys.orig_argv[1:] if each[0] != "-"), "")
+        program = next((each for each in getattr(sys, "orig_argv", ())[1:] if each[:1] != "-"), "")
         if os.path.basename(program) in LAUNCHERS:
             below_run().end_ranks_on_sigterm()
     atexit.register(end, os.getpid(), ear)
