@@ -57,8 +57,9 @@ def unknown_in(thing: object) -> str | None:
             return unknown
         suspects.update(own.keys() & answer.names)
     for name in sorted(suspects):
-        if not _is_known(own.get(name)):
-            return f"`{name}` of this {type(thing).__name__}, which is {_place(own[name])}"
+        found = _unknown(own.get(name))
+        if found is not None:
+            return f"`{name}` of this {type(thing).__name__}, which is {_place(found)}"
     return None
 
 
@@ -104,25 +105,31 @@ def _answer(namespace: Any) -> _Answer:
         or not all(map(operator.is_, answer.values, content.values()))
     ):
         items = dict(content)
-        name = next((name for name, value in items.items() if not _is_known(value)), None)
-        unknown = None if name is None else f"`{namespace.__name__}.{name}`, which is {_place(items[name])}"
+        each = ((name, found) for name, value in items.items() if (found := _unknown(value)) is not None)
+        name, found = next(each, ("", None))
+        unknown = None if found is None else f"`{namespace.__name__}.{name}`, which is {_place(found)}"
         answer = _answers[namespace] = _Answer(list(items.values()), frozenset(items), unknown)
     return answer
 
 
-def _is_known(value: Any, depth: int = _DEPTH) -> bool:
+def _unknown(value: Any, depth: int = _DEPTH) -> Any:
+    """The code of a value that is not known: a function, or an object that is called; None where all of it is."""
     value = original(value)
     if isinstance(value, property):
-        return all(_is_known(each, depth) for each in (value.fget, value.fset, value.fdel))
-    if isinstance(value, functools.partial):
-        return _is_known(value.func, depth)
-    if isinstance(value, (types.MethodType, staticmethod, classmethod)):
-        return _is_known(value.__func__, depth)
-    if isinstance(value, types.FunctionType):
-        return depth > 0 and _is_of_known_module(value) and all(_is_known(each, depth - 1) for each in _closure(value))
-    if isinstance(value, type) or not callable(value):
-        return True
-    return is_known_module(type(value).__module__)
+        inner = [value.fget, value.fset, value.fdel]
+    elif isinstance(value, functools.partial):
+        inner = [value.func]
+    elif isinstance(value, (types.MethodType, staticmethod, classmethod)):
+        inner = [value.__func__]
+    elif isinstance(value, types.FunctionType):
+        if depth == 0 or not _is_of_known_module(value):
+            return value
+        inner = list(_closure(value))
+    elif isinstance(value, type) or not callable(value) or is_known_module(type(value).__module__):
+        return None
+    else:
+        return value
+    return next((found for each in inner if (found := _unknown(each, depth - 1)) is not None), None)
 
 
 def _is_of_known_module(function: types.FunctionType) -> bool:
@@ -142,11 +149,9 @@ def _closure(function: types.FunctionType) -> Iterator[Any]:
             yield cell.cell_contents
 
 
-def _place(value: Any) -> str:
-    """Where a value comes from: ``train.py's `look```."""
-    for attribute in ("func", "fget", "__func__"):
-        value = getattr(value, attribute, value)
-    code = getattr(value, "__code__", None)
+def _place(unknown: Any) -> str:
+    """Where unknown code is, for a message."""
+    code = getattr(unknown, "__code__", None)
     if code is not None:
         return f"`{code.co_name}` of {code.co_filename}:{code.co_firstlineno}"
-    return f"a {type(value).__module__}.{type(value).__qualname__}"
+    return f"a {type(unknown).__module__}.{type(unknown).__qualname__}"
