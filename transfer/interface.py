@@ -52,8 +52,8 @@ class HostToDeviceTransfer(ABC):
 
     Args:
         config: An instance of ``Config``, a mapping with its fields, or None for its defaults.
-        accelerator: An ``Accelerator``, a registered name, or None for what
-            ``accelerators.get_accelerator()`` returns; nothing is called before the first transfer.
+        accelerator: An ``Accelerator``, a registered name, or None for what ``get_accelerator()`` returns; nothing is
+            called before the first transfer.
         fallback: Accepted and ignored: only what ``build_transfer`` returns falls back.
         **options: Fields of ``Config`` by name, in place of ``config``.
 
@@ -145,16 +145,15 @@ class HostToDeviceTransfer(ABC):
         """Starts a copy. The strategy says how long this blocks; ``pageable`` blocks until the copy has ended.
 
         Args:
-            destination: A tensor of any shape and strides on the device. Its ``requires_grad`` and
-                graph stay as they are.
-            source: A tensor of the same shape in host memory, or a ``SwappedTensor``, whose values are
-                in a file, for strategies that read files (``reads_swapped``). Another floating-point dtype is
-                cast, rounding to nearest even; every other dtype must equal the destination's. A
-                source on the device is a plain device copy.
+            destination: A tensor of any shape and strides on the device. Its ``requires_grad`` and graph stay as they
+                are.
+            source: A tensor of the same shape in host memory, or a ``SwappedTensor``, whose values are in a file, for
+                strategies that read files (``reads_swapped``). Another floating-point dtype is cast, rounding to
+                nearest even; every other dtype must equal the destination's. From the device it is a plain copy.
 
         Returns:
-            The copy, which may still be running. Until it is waited for, the destination must not
-            be read, freed or written. Two copies to one destination are not ordered.
+            The copy, which may still be running. Until it is waited for, the destination must not be read, freed or
+            written. Two copies to one destination are not ordered.
 
         Raises:
             StrategyUnavailableError: It cannot make the copy, or the system refuses what it needs. Nothing is written.
@@ -178,9 +177,7 @@ class HostToDeviceTransfer(ABC):
             raise
 
     def prepare(self, source: Tensor) -> None:
-        """A hint: this storage will be copied from many times.
-
-        A strategy may do costly work for it now, such as page-locking, which blocks. A second call is cheap.
+        """A hint: this storage will be copied from many times. Blocks for costly work, such as page-locking, once.
 
         Page-locking changes *other* code's copies: ``on_gpu.copy_(source, non_blocking=True)`` and
         ``source.copy_(on_gpu, non_blocking=True)`` were over when they returned, and are not any more. Synchronize
@@ -191,6 +188,10 @@ class HostToDeviceTransfer(ABC):
             InvalidTensorError: The source has no memory of its own, as a DTensor. Nothing has changed then.
         """
         check_memory(source, "source")
+
+    def would_page_lock(self, source: Tensor) -> bool:  # noqa: ARG002
+        """Whether ``prepare`` would page-lock a source, as far as is known before it is tried."""
+        return False
 
     def unprepare(self, source: Tensor) -> None:
         """Undoes ``prepare`` for this storage, as freeing it and ``close`` do. Blocks until no copy here reads it."""
@@ -208,9 +209,7 @@ class HostToDeviceTransfer(ABC):
         return pair_problem(destination, source) is None and goes_to_device(self.accelerator, destination, source)
 
     def close(self) -> None:
-        """Waits for what is in flight and gives back every pinned byte.
-
-        Idempotent. A closed object holds nothing; a later ``submit`` pins anew. Does nothing after a fork.
+        """Waits for what is in flight and gives back every pinned byte. Idempotent; a later ``submit`` pins anew.
 
         Raises:
             Exception: What the accelerator reports. What could not be given back stays pinned, for the next ``close``.

@@ -69,6 +69,9 @@ class RoutedTransfer(HostToDeviceTransfer):
         for name in self.policy.preparing(source):
             self._prepare(name, source)
 
+    def would_page_lock(self, source: Tensor) -> bool:
+        return any(self.policy.strategy(name).would_page_lock(source) for name in self.policy.preparing(source))
+
     def unprepare(self, source: Tensor) -> None:
         super().unprepare(source)
         if self._is_forked:

@@ -8,6 +8,7 @@ import torch
 from accelerators.simulated import SimulatedAccelerator
 from tests.zero3.stand_ins import Spy, Stage3, SteppingStage3, UpdatesTwice, engine_of
 from transfer import FallbackWarning, InvalidTensorError, TransferConfig, build_transfer, zero3
+from transfer.memory.own_memory import LEAST_BYTES
 from transfer.zero3 import stage3
 
 DIRECT = {"strategy": "pinned_direct", "pinned_direct": {"mapped": False, "chunk_elements": 3}, "fallback": False}
@@ -138,6 +139,34 @@ def test_masters_are_page_locked_at_attach_and_again_when_rebound(simulated, opt
     zero3.detach(optimizer)
     assert simulated.pinned_bytes == 0, "a caller's transfer gives the masters back"
     assert transfer.stats()["pinned_direct"].copies == 6
+
+
+def test_zero3_moves_the_masters_that_will_be_page_locked(simulated):
+    numel = LEAST_BYTES // 4
+
+    def made():
+        optimizer = SteppingStage3(simulated)
+        optimizer.fp32_partitioned_groups_flat = [torch.nn.Parameter(torch.arange(float(numel))) for _ in range(2)]
+        optimizer.fp16_partitioned_groups_flat = [simulated.device_empty(numel, dtype=torch.bfloat16) for _ in range(2)]
+        return optimizer, [each.data_ptr() for each in optimizer.fp32_partitioned_groups_flat]
+
+    for config, moves in (("pinned_direct", True), ("pinned_staged", False)):
+        optimizer, before = made()
+        view = optimizer.fp32_partitioned_groups_flat[1][:3]
+        transfer = build_transfer({"strategy": config}, simulated)
+        zero3.attach(optimizer, transfer)
+        after = [each.data_ptr() for each in optimizer.fp32_partitioned_groups_flat]
+        assert [was != now for was, now in zip(before, after, strict=True)] == [moves, False]
+        assert transfer.page_locked_bytes == (2 * 4 * numel if moves else 0)
+        optimizer.step()
+        expected = torch.arange(float(numel)).add(1).bfloat16()
+        assert all(torch.equal(each, expected) for each in optimizer.fp16_partitioned_groups_flat)
+        assert view.tolist() == [1, 2, 3]
+        zero3.detach(optimizer)
+        assert transfer.page_locked_bytes == 0
+        assert torch.equal(optimizer.fp32_partitioned_groups_flat[0].detach(), torch.arange(float(numel)).add(1))
+        transfer.close()
+    assert simulated.pinned_bytes == 0
 
 
 def test_the_transfer_is_asked_in_each_step(simulated, optimizer):

@@ -13,6 +13,8 @@ import torch
 
 from accelerators import Accelerator
 
+from . import own_memory
+
 
 class State(enum.Enum):
     """What is known about a registration."""
@@ -33,6 +35,7 @@ class PageLock:
         state: Changed under the guard.
         owners: What holds it, and the keys of the storages that it does so for; the last one to leave unregisters it.
         devices: The indices of the devices that have read it.
+        memory: What keeps it mapped, if it is of our own.
     """
 
     def __init__(self, accelerator: Accelerator, storage: torch.UntypedStorage) -> None:
@@ -43,6 +46,7 @@ class PageLock:
         self.state = State.UNCERTAIN
         self.owners: dict[Hashable, set[int]] = {}
         self.devices: set[int | None] = set()
+        self.memory = own_memory.mapping(self.address)
         self._process = os.getpid()
         self._storages: dict[int, _Known] = {}
 

@@ -4,9 +4,9 @@ This module alone knows what is registered and who holds it. A lock is found by 
 same memory joins it. An owner is any hashable object.
 
 Registered memory that is freed is the danger: the next tensor at its address counts as page-locked, and the device
-reads the old pages. So a storage that dies takes its lock along, and what moves memory under a living storage
+reads the old pages. So a storage that dies takes its lock along. What moves memory under a living storage
 (``resize_``, ``share_memory_``) needs ``leave`` first; otherwise the lock is stale until its owner, or another storage
-there, comes by.
+there, comes by. Memory of our own (``own_memory``) stays mapped until then, which is why ZeRO-3's masters lie there.
 
 A finalizer takes no lock that is held: it marks. Whoever lets go of the guard serves the marks. Only where the guard is
 free does the finalizer serve them itself, at once, as torch frees the memory next.
@@ -255,7 +255,7 @@ def _give_back(lock: PageLock) -> None:
 
 
 def _forget(lock: PageLock) -> None:
-    lock.state = State.GONE
+    lock.state, lock.memory = State.GONE, None
     table = _registry.tables[id(lock.accelerator)]
     table.remove(lock.address)
     if not len(table):

@@ -116,6 +116,14 @@ class PinnedDirectTransfer(BufferedTransfer):
         if page_locks.joined(accelerator, source, locks) is None:
             self._page_lock(accelerator, source, locks)
 
+    def would_page_lock(self, source: Tensor) -> bool:
+        accelerator, wanted = self.accelerator, source.untyped_storage().nbytes()
+        if not self.config.page_lock or not accelerator.on_host(source) or accelerator.is_pinned(source):
+            return False
+        budget = self.config.page_lock_budget_bytes()
+        fits = budget is None or page_locks.locked_bytes() + wanted <= budget
+        return fits and accelerator.capabilities.why_not("registers_host_memory", "streams", "events") is None
+
     def unprepare(self, source: Tensor) -> None:
         super().unprepare(source)
         if self._is_forked:

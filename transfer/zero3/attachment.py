@@ -16,6 +16,7 @@ from ..config import TransferConfig
 from ..errors import run_all
 from ..in_flight import InFlightCopy
 from ..interface import HostToDeviceTransfer
+from ..memory import own_memory
 from .plan import StepPlan
 from .stage3 import Stage3
 from .swap_buffers import SwapBuffers
@@ -69,6 +70,15 @@ class Attachment:
             return self.plan.partitions(sub_group_id)
         pair = stage3.partitions(sub_group_id)
         return pair if pair is not None and self.transfer.is_host_to_device(*pair) else None
+
+    def take_in(self, stage3: Stage3, sub_group_id: int) -> None:
+        """Moves a master that will be page-locked into memory that cannot be freed meanwhile (``own_memory``)."""
+        pair = self.partitions(stage3, sub_group_id)
+        if pair is None or stage3.overrides_step or stage3.is_swapped(sub_group_id):
+            return
+        if self.transfer.would_page_lock(pair[1]):
+            del pair  # a second view of the master
+            own_memory.move(stage3.master(sub_group_id))
 
     def prepare(self, stage3: Stage3, sub_group_id: int, master: Any) -> None:
         """Prepares the memory that the copy-backs of a sub-group read: the master, or DeepSpeed's swap buffers.

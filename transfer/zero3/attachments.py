@@ -68,6 +68,8 @@ class Attachments:
         """
         stage3 = Stage3(optimizer)
         try:
+            for sub_group_id in stage3.sub_groups:
+                attachment.take_in(stage3, sub_group_id)
             pairs = [attachment.partitions(stage3, sub_group_id) for sub_group_id in stage3.sub_groups]
             for sub_group_id, pair in enumerate(pairs):
                 if pair is not None:

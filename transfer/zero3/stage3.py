@@ -112,8 +112,8 @@ class Stage3:
         return [self.optimizer, *found, getattr(self.cpu_optimizer, "ds_opt_adam", None)]
 
     def master(self, sub_group_id: int) -> Any:
-        """The fp32 master partition, flat; a placeholder while it is on NVMe."""
-        return self.optimizer.fp32_partitioned_groups_flat[sub_group_id].data
+        """The fp32 master partition itself, flat; a placeholder while it is on NVMe."""
+        return self.optimizer.fp32_partitioned_groups_flat[sub_group_id]
 
     def partitions(self, sub_group_id: int) -> tuple[Any, Any] | None:
         """The low-precision and the master partition, both flat.
