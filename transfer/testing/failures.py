@@ -17,7 +17,7 @@ from accelerators.testing import ANY_METHOD, failing, fetch
 
 from ..errors import FallbackWarning, StrategyUnavailableError, TransferError
 from ..interface import HostToDeviceTransfer
-from ._hooks import DTYPES, GUARD, KINDS, Hooks, host_source, read
+from ._hooks import GUARD, Hooks, host_source, read
 
 #: Methods without which a copy may still be made. An exception from any other must reach the caller.
 MAY_DO_WITHOUT = (
@@ -34,10 +34,26 @@ MAY_DO_WITHOUT = (
     "Event.synchronize",
 )
 
-#: What is raised in turn: a driver's error or the system's, of which a strategy may handle some; or an interrupt.
+_Copy = tuple[str, torch.dtype, bool]
+
+#: What fails: the kind of source, the destination's dtype, and whether a copy that was made before is in flight.
+_COPIES = (
+    ("pageable", torch.bfloat16, False),
+    ("prepared", torch.bfloat16, True),
+    ("pinned", torch.float32, True),
+)
+#: The same kinds, each with the other dtype and the other state.
+_OTHER_COPIES = (
+    ("pageable", torch.float32, True),
+    ("prepared", torch.float32, False),
+    ("pinned", torch.bfloat16, False),
+)
+
+#: What is raised in turn: a driver's error or the system's, of which a strategy may handle some; or an interrupt. With
+#: the copies that fail, every pair is there of a kind, a dtype, a copy in flight or none, an error or an interrupt.
 each_kind_of_error = pytest.mark.parametrize(
-    "errors",
-    [(RuntimeError("injected"), OSError("injected")), (KeyboardInterrupt(),)],
+    ("errors", "copies"),
+    [((RuntimeError("injected"), OSError("injected")), _COPIES), ((KeyboardInterrupt(),), _OTHER_COPIES)],
     ids=["error", "interrupt"],
 )
 
@@ -49,13 +65,13 @@ class CleanFailures(Hooks):
     """
 
     @each_kind_of_error
-    def test_a_failure_is_clean(self, accelerator: Accelerator, errors: tuple[BaseException, ...]) -> None:
+    def test_a_failure_is_clean(
+        self, accelerator: Accelerator, errors: tuple[BaseException, ...], copies: tuple[_Copy, ...]
+    ) -> None:
         warnings.filterwarnings("ignore", category=FallbackWarning)
-        # At first with nothing pinned, then with a copy in flight that was made before, and so in turn.
-        for turn, (kind, dtype) in enumerate(_sources(accelerator)):
-            in_use = turn % 2 == 1
+        for turn, (kind, dtype, in_use) in enumerate(_possible(copies, accelerator)):
             for after in itertools.count():
-                error = errors[(turn // 2 + after) % len(errors)]
+                error = errors[(turn + after) % len(errors)]
                 fresh = _fresh(accelerator)
                 with contextlib.closing(self.make_transfer(fresh)) as transfer:
                     calls = self._fail_a_copy(fresh, transfer, error, after, kind, dtype, in_use)
@@ -111,10 +127,10 @@ class CleanFailures(Hooks):
 
     @each_kind_of_error
     def test_a_close_that_fails_can_be_repeated_and_spoils_nothing(
-        self, accelerator: Accelerator, errors: tuple[BaseException, ...]
+        self, accelerator: Accelerator, errors: tuple[BaseException, ...], copies: tuple[_Copy, ...]
     ) -> None:
         warnings.filterwarnings("ignore", category=FallbackWarning)
-        for turn, (kind, dtype) in enumerate(_sources(accelerator)):
+        for turn, (kind, dtype, _) in enumerate(_possible(copies, accelerator)):
             for after in itertools.count():
                 error = errors[(turn + after) % len(errors)]
                 fresh = _fresh(accelerator)
@@ -180,16 +196,9 @@ class CleanFailures(Hooks):
         assert transfer.pinned_bytes == 0
 
 
-def _sources(accelerator: Accelerator) -> list[tuple[str, torch.dtype]]:
+def _possible(copies: tuple[_Copy, ...], accelerator: Accelerator) -> list[_Copy]:
     registers = accelerator.capabilities.registers_host_memory
-    kinds = [kind for kind in KINDS if kind != "prepared" or registers]
-    # Neighbours differ in both, so that of every kind one is cast and one is not wherever every other one is taken.
-    return [
-        (kind, dtype)
-        for turn in (0, 1)
-        for index, kind in enumerate(kinds)
-        for dtype in [DTYPES[(turn + index + 1) % 2]]
-    ]
+    return [copy for copy in copies if copy[0] != "prepared" or registers]
 
 
 def _fresh(accelerator: Accelerator) -> Accelerator:
