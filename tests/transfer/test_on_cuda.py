@@ -169,7 +169,7 @@ def test_a_fork_after_page_locking(cuda):
                 transfer.copy(destination, source)
             except ForkedProcessError:
                 transfer.close()
-                os._exit(7 if source.sum().item() == torch.arange(2.0**20).sum().item() else 1)
+                os._exit(7 if source[-1].item() == 2**20 - 1 else 1)  # OpenMP does not survive a fork
             os._exit(2)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
         source.add_(1)

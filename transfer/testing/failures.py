@@ -32,6 +32,10 @@ MAY_DO_WITHOUT = (
     "range_pop",
     "Event.query",
     "Event.synchronize",
+    # Asked or made before anything is copied: another strategy may do without, where the transfer falls back.
+    "on_host",
+    "Event",
+    "Stream",
 )
 
 _Copy = tuple[str, torch.dtype, bool]
