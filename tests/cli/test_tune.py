@@ -49,6 +49,7 @@ def worker(monkeypatch):
     return run
 
 
+@pytest.mark.slow
 def test_writes_the_profile(tmp_path, capsys):
     file = tmp_path / "profile.yaml"
     assert tune.main([*TINY, "--threads", "1", "--output", str(file)]) == 0
