@@ -54,6 +54,7 @@ def report_of(capsys, *arguments):
     return status, json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_a_file_is_read_in_every_way(capsys, tmp_path, no_aio):
     status, report = report_of(capsys, *SMALL, "--nvme", str(tmp_path), "--elements", "5000", "2^16")
     assert status == 0
