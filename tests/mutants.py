@@ -57,9 +57,23 @@ MUTANTS = [
     Mutant(
         "a ring that an error interrupted is used again at once",
         "transfer/memory/staging_ring.py",
-        "            self._accelerator.synchronize(self._device_index)\n",
-        "",
+        "            self._accelerator.synchronize(self._device_index)\n            for buffer",
+        "            for buffer",
         (SUITE + "TestPinnedStaged", "tests/transfer/strategies/test_pinned_staged.py"),
+    ),
+    Mutant(
+        "a copy while a graph is recorded is let pass",
+        "transfer/accelerator_choice.py",
+        "    if ask is not None and ask(device_index):\n",
+        "    if False:\n",
+        ("tests/transfer/test_graph_capture.py",),
+    ),
+    Mutant(
+        "an event that never answers is taken for an end",
+        "transfer/memory/scratch_ring.py",
+        "                self._accelerator.synchronize(self._device_index)\n",
+        "                pass\n",
+        ("tests/transfer/test_graph_capture.py",),
     ),
     Mutant(
         "the device's own streams do not follow the caller's",
