@@ -163,6 +163,48 @@ MUTANTS = [
         "",
         ("tests/zero3/test_deferred.py",),
     ),
+    Mutant(
+        "code of a user's counts as DeepSpeed's",
+        "transfer/zero3/known_code.py",
+        "        if depth == 0 or not _is_of_known_module(value):\n",
+        "        if depth == 0:\n",
+        ("tests/zero3/test_known_code.py",),
+    ),
+    Mutant(
+        "hooks of an optimizer are overlooked",
+        "transfer/zero3/plan.py",
+        " *map(step_hooks, updaters),",
+        "",
+        ("tests/zero3/test_known_code.py",),
+    ),
+    Mutant(
+        "copies run on behind a step whose end has lost its patch",
+        "transfer/zero3/plan.py",
+        "        if not is_patched(getattr(type(stage3.optimizer), name)):\n",
+        "        if False:\n",
+        ("tests/zero3/test_known_code.py",),
+    ),
+    Mutant(
+        "what was known at the start of a step is not asked again",
+        "transfer/zero3/plan.py",
+        "        if self.waits_because is None:\n            self.waits_because = why_wait(",
+        "        if False:\n            self.waits_because = why_wait(",
+        ("tests/zero3/test_plan.py",),
+    ),
+    Mutant(
+        "a tensor that wraps others counts as memory",
+        "accelerators/overlap.py",
+        "    if kind.__torch_dispatch__ is _NO_DISPATCH:\n        return None\n",
+        "    return None\n",
+        (SUITE + "TestPageable", "tests/transfer/test_tensors_without_memory.py"),
+    ),
+    Mutant(
+        "an address of 0 counts as one",
+        "accelerators/overlap.py",
+        "        has_memory = bool(tensor.data_ptr()) or tensor.numel() == 0\n",
+        "        has_memory = tensor.data_ptr() is not None\n",
+        (SUITE + "TestPageable", "tests/transfer/test_tensors_without_memory.py"),
+    ),
 ]
 
 

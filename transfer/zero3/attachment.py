@@ -55,11 +55,11 @@ class Attachment:
         """Whether waits may be put off to the end of a step; True for a strategy used alone, which has no such key."""
         return getattr(self.transfer.config, "completion", "deferred") == "deferred"
 
-    def say(self, plan: StepPlan) -> None:
+    def say(self, waits_because: str | None) -> None:
         """Logs why the copy-backs of a step wait at once, unless that was said of the step before."""
-        if plan.waits_because is not None and plan.waits_because != self._said:
-            logger.info("each copy-back of this ZeRO-3 engine waits at once: %s", plan.waits_because)
-        self._said = plan.waits_because
+        if waits_because is not None and waits_because != self._said:
+            logger.info("each copy-back of this ZeRO-3 engine waits at once: %s", waits_because)
+        self._said = waits_because
 
     def partitions(self, stage3: Stage3, sub_group_id: int) -> tuple[Any, Any] | None:
         """The low-precision and the master partition of a copy from host to device; None: DeepSpeed's own code runs.

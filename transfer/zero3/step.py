@@ -29,7 +29,7 @@ def step(original: Callable[..., Any]) -> Callable[..., Any]:
         with attachment.finishing():
             try:
                 attachment.plan = StepPlan(Stage3(optimizer), attachment.transfer, deferred=attachment.deferred)
-                attachment.say(attachment.plan)
+                attachment.say(attachment.plan.waits_because)
                 result = original(optimizer, *args, **kwargs)
             finally:
                 attachment.plan = None
