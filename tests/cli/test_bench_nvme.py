@@ -236,6 +236,7 @@ def test_ratios_are_against_the_faster_reader():
     assert ours["figures"]["read_gigabytes_per_second"] == 1.0
 
 
+@pytest.mark.slow
 def test_a_plot_shows_files_too(tmp_path):
     one = {"dtype": "bfloat16", "destination_bytes": 100, "figures": {"gigabytes_per_second": 1.0}}
     measurements = [
