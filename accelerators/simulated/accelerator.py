@@ -20,6 +20,8 @@ from ..overlap import address, bytes_of, span_bytes
 from ..protocol import Capabilities
 from .late_queue import LateQueue, SimulatedEvent, SimulatedStream
 from .memory_ranges import MemoryRanges, Storages
+from .schedule import Schedule
+from .scheduled_queue import ScheduledQueue
 
 if TYPE_CHECKING:
     from deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator
@@ -54,6 +56,7 @@ class SimulatedAccelerator:
             its source had its final values is wrong on every run.
         pin_limit_bytes: ``pin_empty`` and ``register_host_memory`` raise ``RuntimeError`` where
             more than this many bytes would be pinned, like a memlock limit. None: no limit.
+        schedule: Decides when each copy runs, in place of ``seed`` and ``eager``: see ``explore``.
     """
 
     name = "simulated"
@@ -67,12 +70,13 @@ class SimulatedAccelerator:
         maps_host_memory: bool = True,
         eager: bool = False,
         pin_limit_bytes: int | None = None,
+        schedule: Schedule | None = None,
     ) -> None:
         self.seed = seed
         self.maps_host_memory = maps_host_memory
         self.eager = eager
         self.pin_limit_bytes = pin_limit_bytes
-        self._queue = LateQueue(seed)
+        self._queue = LateQueue(seed) if schedule is None else ScheduledQueue(schedule, self._kind_of_memory)
         self._pinned = MemoryRanges()
         self._registered = MemoryRanges()
         self._device = Storages()
@@ -230,6 +234,8 @@ class SimulatedAccelerator:
         self._queue.enqueue(stream, destination.detach(), source.detach())
         if self.eager or not (late and readable and writable):
             stream.synchronize()
+        else:
+            self._queue.moment()
 
     def as_deepspeed(self) -> DeepSpeedAccelerator:
         """A DeepSpeed accelerator over this one, for ``deepspeed.accelerator.set_accelerator``.
@@ -239,6 +245,9 @@ class SimulatedAccelerator:
         from .deepspeed import SimulatedDeepSpeedAccelerator
 
         return cast("DeepSpeedAccelerator", SimulatedDeepSpeedAccelerator(self))
+
+    def _kind_of_memory(self, tensor: Tensor) -> str:
+        return "device" if self.on_device(tensor) else "pinned" if self._is_readable(tensor) else "pageable"
 
     def _check_limit(self, num_bytes: int) -> None:
         if self.pin_limit_bytes is not None and self.pinned_bytes + num_bytes > self.pin_limit_bytes:

@@ -140,7 +140,7 @@ class LateQueue:
                     if count and (entry := stream._next_entry()) is not None
                 ]
                 if ready:
-                    stream, entry = self._random.choice(ready)
+                    stream, entry = self._choose(ready)
                     self._step(stream, entry)
                     needed[stream] -= 1
                 if self._steps != steps + 1:  # another reach has run inside this one
@@ -160,10 +160,17 @@ class LateQueue:
                 self.reach([mark])
             return mark.done
 
+    def moment(self) -> None:
+        """The host has just queued something. A device may run what it likes now; this one runs nothing."""
+
     def pending_tensors(self) -> list[Tensor]:
         """Every tensor that a queued copy will still read or write."""
         with self.lock:
             return [tensor for stream in self._streams for entry in stream.operations for tensor in entry.copy or ()]
+
+    def _choose(self, ready: list[tuple[SimulatedStream, _Operation]]) -> tuple[SimulatedStream, _Operation]:
+        """Which of the entries whose turn it is runs first."""
+        return self._random.choice(ready)
 
     def _check_capture(self, *marks: _Mark) -> None:
         if self.capturing:

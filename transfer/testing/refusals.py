@@ -18,7 +18,7 @@ from ..errors import (
     UnsupportedDtypeError,
 )
 from ..interface import HostToDeviceTransfer
-from ._hooks import DTYPES, GUARD, Hooks, read
+from ._hooks import DTYPES, GUARD, Hooks, check_copy, read
 
 
 class Wrapped(Tensor):
@@ -157,7 +157,7 @@ class Refuses(Hooks):
         assert leaf.requires_grad
         assert leaf.is_leaf
         for destination in (plain, leaf):
-            assert torch.equal(read(accelerator, destination), torch.arange(800.0).bfloat16())
+            check_copy(accelerator, destination, torch.arange(800.0).bfloat16(), "a source that requires grad")
 
     def test_first_use_in_inference_mode(self, accelerator: Accelerator, transfer: HostToDeviceTransfer) -> None:
         destination = accelerator.device_empty(1000, dtype=torch.bfloat16)
