@@ -140,7 +140,8 @@ class DeepSpeedAdapter:
     def enqueue_copy(self, destination: Tensor, source: Tensor) -> None:
         # A non-blocking copy that also casts would cast on the device, out of a temporary of the
         # source's size (DeepSpeed issue 7307). Between device tensors the flag changes nothing.
-        destination.copy_(source, non_blocking=destination.dtype == source.dtype and self._is_known_as_pinned(source))
+        host = destination if self.on_host(destination) else source
+        destination.copy_(source, non_blocking=destination.dtype == source.dtype and self._is_known_as_pinned(host))
 
     def range_push(self, message: str) -> None:
         """Opens a named range in the vendor's profiler, where there is one."""

@@ -165,7 +165,7 @@ class Accelerator(Protocol):
     def enqueue_copy(self, destination: Tensor, source: Tensor) -> None:
         """Queues ``destination.copy_(source)`` on the current stream of the destination's device.
 
-        Does not block where the source is device memory, or pinned host memory of the destination's dtype; both tensors
+        Does not block within the device, nor between the device and pinned host memory of the same dtype; both tensors
         must then outlive the copy. Otherwise blocks until the destination holds the values. A cast from host
         memory happens on the host, never in a device temporary of the source's size.
         """

@@ -3,8 +3,6 @@
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -23,15 +21,7 @@ def run(*arguments, timeout=280):
         "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
         "OMP_NUM_THREADS": "1",
     }
-    done = subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        cwd=ROOT,
-        env=environment,
-        timeout=timeout,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_python(*arguments, environment=environment, timeout=timeout, forked=True)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
 
@@ -39,17 +29,18 @@ def run(*arguments, timeout=280):
 @pytest.mark.slow
 def test_the_example_trains_on_two_ranks_through_this_package():
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
-    out = run(*launch, "examples/train_zero3.py", "--simulate", "--steps", "8")
-    first, last, copies = re.search(r"^loss ([\d.]+) -> ([\d.]+) in 8 steps, (\d+) copies$", out, re.MULTILINE).groups()
+    out = run(*launch, "examples/train_zero3.py", "--simulate", "--steps", "4")
+    first, last, copies = re.search(r"^loss ([\d.]+) -> ([\d.]+) in 4 steps, (\d+) copies$", out, re.MULTILINE).groups()
     assert float(last) < float(first) - 0.5, "it learns"
-    assert int(copies) >= 8
+    assert int(copies) >= 4
 
 
 def test_the_example_configuration_shows_the_defaults():
     config = load_config(ROOT / "examples" / "transfer.yaml")
     for strategy in ("nvme_swapped", "pinned_direct", "pinned_staged"):
         assert config.section(strategy) == TransferConfig().section(strategy)
-    assert (config.fallback, config.completion) == (TransferConfig().fallback, TransferConfig().completion)
+    for name in ("fallback", "completion", "verify"):
+        assert getattr(config, name) == getattr(TransferConfig(), name)
     assert [rule.when.smaller_than for rule in config.rules] == [256 * 1024]
 
 

@@ -124,6 +124,7 @@ def test_nothing_of_a_program_reaches_the_next():
     assert "None False" in first.stdout
 
 
+@pytest.mark.slow
 def test_a_server_that_was_killed_is_replaced():
     with pytest.raises(RuntimeError, match="fork server has ended with status -9"):
         run_program("import os, signal; os.kill(os.getppid(), signal.SIGKILL)")

@@ -44,6 +44,7 @@ from .errors import (
     TransferWarning,
     UnknownStrategyError,
     UnsupportedDtypeError,
+    VerificationError,
 )
 from .in_flight import EventCopy, InFlightCopy
 from .interface import HostToDeviceTransfer
@@ -111,6 +112,7 @@ __all__ = [
     "TransferWarning",
     "UnknownStrategyError",
     "UnsupportedDtypeError",
+    "VerificationError",
     "When",
     "build_transfer",
     "get_strategy",

@@ -57,6 +57,8 @@ StrategyName = Annotated[str, BeforeValidator(_strategy)]
 StrategyOrMeasured = Annotated[str, BeforeValidator(_strategy_or_measured)]
 #: When ZeRO-3 waits for a copy-back. None only as a default.
 Completion = Annotated[str, one_of("deferred", "immediate")]
+#: How much of each copy is compared with the host's own cast.
+Verify = Annotated[str, one_of("off", "sample", "full")]
 
 
 class When(ConfigModel):
@@ -122,6 +124,9 @@ class TransferConfig(ConfigModel):
         completion: ``deferred``: ZeRO-3 waits for a step's copy-backs at the end of the step, so that they
             run behind the CPU optimizer; ``immediate``: in each copy-back, as DeepSpeed does.
         fallback: Whether a copy may take a slower strategy where the one asked for cannot make it.
+        verify: ``sample``: of each copy from the host, or from a file, up to 8 KiB of the destination are compared with
+            the host's own cast of the source; ``full``: all of it; ``off``: nothing. A wrong element is a
+            ``VerificationError`` in ``wait``. ``full`` keeps the cast of each copy in host memory until it is compared.
         rules: Looked at in order, before ``strategy`` and the default; the first match wins.
     """
 
@@ -132,6 +137,7 @@ class TransferConfig(ConfigModel):
     strategy: StrategyOrMeasured | None = None
     completion: Completion = "deferred"
     fallback: Truth = True
+    verify: Verify = "off"
     rules: tuple[Rule, ...] = Field(default=())
 
     @classmethod

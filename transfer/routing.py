@@ -16,6 +16,7 @@ from .interface import HostToDeviceTransfer
 from .policy import Decision, TransferPolicy
 from .schema.model import StrategyConfig
 from .stats import StrategyStats, merged
+from .verification import Verifier
 
 logger = logging.getLogger("transfer")
 
@@ -168,6 +169,33 @@ class RoutedTransfer(HostToDeviceTransfer):
             warn_caller(f"{message}, which is slower; `fallback: false` makes this an error.", FallbackWarning)
 
 
+class VerifiedTransfer(RoutedTransfer):
+    """As ``RoutedTransfer``, with ``verify: sample`` or ``verify: full``: each copy is compared when it is waited for.
+
+    What a copy must leave is worked out by the host before ``submit`` returns, so that the source may change as the
+    strategy allows. ``sample`` also queues the reading of the sample there. Where the first ``wait`` of a copy, or the
+    first ``done`` that sees it finished, finds wrong values, it raises ``VerificationError``. A copy that only
+    ``order_after`` is asked of is not compared with ``sample``; with ``full``, ``order_after`` waits. Copies within the
+    device, and those of strategies used alone, are not compared.
+    """
+
+    def __init__(self, policy: TransferPolicy) -> None:
+        super().__init__(policy)
+        self.verifier = Verifier(policy.config.verify)
+
+    @property
+    def pinned_bytes(self) -> int:
+        return super().pinned_bytes + self.verifier.pinned_bytes
+
+    def close(self) -> None:
+        if not self._is_forked:
+            run_all([super().close, self.verifier.close])
+
+    def _run(self, accelerator: Accelerator, destination: Tensor, source: Any, waits: bool) -> InFlightCopy:
+        copy = super()._run(accelerator, destination, source, waits)
+        return self.verifier.watch(accelerator, copy, destination, source)
+
+
 def build_transfer(
     config: ConfigLike | None = None, accelerator: Accelerator | str | None = None
 ) -> HostToDeviceTransfer:
@@ -183,4 +211,6 @@ def build_transfer(
     Raises:
         ConfigError: The configuration has mistakes, which are listed with their place.
     """
-    return RoutedTransfer(TransferPolicy(config, accelerator))
+    policy = TransferPolicy(config, accelerator)
+    # Another class, so that a copy that is not compared costs nothing more.
+    return RoutedTransfer(policy) if policy.config.verify == "off" else VerifiedTransfer(policy)

@@ -316,5 +316,7 @@ def test_whether_a_graph_is_recorded_is_asked_of_deepspeed_or_else_of_torch(monk
     assert DeepSpeedAdapter(Tells()).is_current_stream_capturing() is True
     assert DeepSpeedAdapter(New()).is_current_stream_capturing(0) is False
     runtime = types.SimpleNamespace(is_available=lambda: True, is_current_stream_capturing=lambda: True)
-    monkeypatch.setattr(torch, "xpu", runtime)
-    assert DeepSpeedAdapter(New()).is_current_stream_capturing(0) is True
+    monkeypatch.setattr(torch, "acme", runtime, raising=False)
+    new = New()
+    new._name = "acme"
+    assert DeepSpeedAdapter(new).is_current_stream_capturing(0) is True

@@ -235,6 +235,7 @@ def test_the_vendor_examples_own_tests_pass():
     assert " passed" in done.stdout
 
 
+@pytest.mark.slow
 def test_require_accelerator_turns_a_skip_into_a_failure(tmp_path):
     (tmp_path / "test_it.py").write_text(
         "from accelerators.testing import AcceleratorConformance\n"

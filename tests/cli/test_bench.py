@@ -51,6 +51,7 @@ def report_of(capsys, *arguments):
     return status, json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_every_strategy_and_baseline_is_measured(capsys, large_ring):
     status, report = report_of(capsys, *SMALL, "--elements", "3000", "2^12", "--dtypes", "bf16", "float16")
     assert status == 0
@@ -100,7 +101,7 @@ def test_json_is_all_that_is_printed():
 @pytest.mark.slow
 def test_two_ranks_copy_at_once_and_each_has_its_own_file(tmp_path):
     arguments = (*SMALL, "--json", "--ranks", "2", "--strategies", "nvme_swapped", "--nvme", str(tmp_path))
-    done = run_python("-m", "transfer.cli", "bench", *arguments, timeout=250)
+    done = run_python("-m", "transfer.cli", "bench", *arguments, timeout=250, forked=True)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["ranks"] == 2
@@ -226,6 +227,7 @@ def test_figures_are_those_of_the_raw_seconds():
     assert deepspeed["figures"]["page_lock_seconds_per_gib"] is None
 
 
+@pytest.mark.slow
 def test_a_plot_is_a_picture(capsys, tmp_path):
     path = tmp_path / "rates.png"
     assert (

@@ -54,6 +54,7 @@ def report_of(capsys, *arguments):
     return status, json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_a_file_is_read_in_every_way(capsys, tmp_path, no_aio):
     status, report = report_of(capsys, *SMALL, "--nvme", str(tmp_path), "--elements", "5000", "2^16")
     assert status == 0
@@ -235,6 +236,7 @@ def test_ratios_are_against_the_faster_reader():
     assert ours["figures"]["read_gigabytes_per_second"] == 1.0
 
 
+@pytest.mark.slow
 def test_a_plot_shows_files_too(tmp_path):
     one = {"dtype": "bfloat16", "destination_bytes": 100, "figures": {"gigabytes_per_second": 1.0}}
     measurements = [

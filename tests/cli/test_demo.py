@@ -20,19 +20,19 @@ from transfer.cli.measuring import cpu_adam
 
 @pytest.mark.slow
 def test_two_trainings_on_the_simulated_accelerator_agree_in_every_bit(tmp_path):
-    arguments = ("--accelerator", "simulated", "--steps", 4, "--optimizer", "adamw", "--json")
-    done = run_python("-m", "transfer.cli", "demo", *arguments, cwd=tmp_path, timeout=250)
+    arguments = ("--accelerator", "simulated", "--steps", 3, "--optimizer", "adamw", "--json")
+    done = run_python("-m", "transfer.cli", "demo", *arguments, cwd=tmp_path, timeout=250, forked=True)
     assert done.returncode == 0, done.stderr[-4000:]
     report = json.loads(done.stdout)
     ours, alone = report["runs"]
     assert ours["losses"] == alone["losses"]
-    assert len(ours["losses"]) == len(ours["step_seconds"]) == 4
+    assert len(ours["losses"]) == len(ours["step_seconds"]) == 3
     assert ours["losses"][-1] < ours["losses"][0] - 0.5, "it learns"
     assert report["elements"] > 10**6
     assert report["elements_that_differ"] == 0
     # Both ranks copy each of their sub-groups, of which there are at most three, once a step.
-    assert ours["copies"] in {2 * 4 * sub_groups for sub_groups in (1, 2, 3)}
-    assert ours["copied_bytes"] >= 4 * 2 * report["elements"], "bf16, four times, with padding"
+    assert ours["copies"] in {2 * 3 * sub_groups for sub_groups in (1, 2, 3)}
+    assert ours["copied_bytes"] >= 3 * 2 * report["elements"], "bf16, three times, with padding"
     assert "pinned_direct" in ours["strategies"]
     assert alone["copies"] == 0
     assert list(tmp_path.iterdir()) == []

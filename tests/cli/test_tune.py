@@ -49,6 +49,7 @@ def worker(monkeypatch):
     return run
 
 
+@pytest.mark.slow
 def test_writes_the_profile(tmp_path, capsys):
     file = tmp_path / "profile.yaml"
     assert cli.main(["tune", *TINY, "--threads", "1", "--output", str(file)]) == 0

@@ -108,6 +108,7 @@ def test_a_fork_while_another_thread_is_in_submit_does_not_hang(routed):
     succeeds(done)
 
 
+@pytest.mark.slow
 def test_importing_transfer_starts_nothing():
     """Not even a transfer on the simulated accelerator, which imports nothing of DeepSpeed."""
     done = run(

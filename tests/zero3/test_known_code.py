@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import importlib
 import logging
 import sys
 import types
@@ -16,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.zero3.stand_ins import SteppingStage3
 from tests.zero3.test_deferred import BEFORE, DIRECT, after
 from transfer import build_transfer, zero3
+from transfer.zero3.known_code import unknown_in
 
 
 @pytest.fixture
@@ -156,6 +158,25 @@ def test_a_replaced_function_of_torchs_module_makes_them_wait(attached, monkeypa
         patched.setattr(module, "sgd", around(module.sgd))
         assert not lets_copies_run_on(attached)
     assert lets_copies_run_on(attached)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "deepspeed.runtime.swap_tensor.pipelined_optimizer_swapper.PipelinedOptimizerSwapper",
+        "deepspeed.runtime.swap_tensor.partitioned_optimizer_swapper.PartitionedOptimizerSwapper",
+        "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3",
+        "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+        "deepspeed.utils.timer.SynchronizedWallClockTimer",
+        "deepspeed.ops.adam.fused_adam.FusedAdam",
+        "torch.amp.grad_scaler.GradScaler",
+        "torch.optim.adam.Adam",
+    ],
+)
+def test_what_runs_in_a_real_step_is_known(name):
+    module, _, cls = name.rpartition(".")
+    made = object.__new__(getattr(importlib.import_module(module), cls))
+    assert unknown_in(made) is None
 
 
 class Subclass(SteppingStage3):

@@ -58,7 +58,13 @@ class PageLock:
     def has(self, storage: torch.UntypedStorage) -> bool:
         """Whether it is registered, and this storage has joined and is where it was then."""
         known = self._storages.get(storage._cdata)
-        return known is not None and self.state is State.HELD and known.reference() is storage and known.is_in_place
+        return (  # in one frame: every copy asks
+            known is not None
+            and self.state is State.HELD
+            and known.reference() is storage
+            and storage.data_ptr() == known.address
+            and storage.nbytes() == known.num_bytes
+        )
 
     @property
     def storages(self) -> tuple[int, ...]:
@@ -79,6 +85,8 @@ class PageLock:
             lock = this()
             if lock is not None and lock._process == os.getpid() and not sys.is_finalizing():
                 lock._storages.pop(key, None)
+                for keys in tuple(lock.owners.values()):
+                    keys.discard(key)
                 died(lock, key)
 
         self._storages[key] = _Known(weakref.ref(storage, forget), storage.data_ptr(), storage.nbytes())

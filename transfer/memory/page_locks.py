@@ -61,7 +61,7 @@ def joined(accelerator: Accelerator, tensor: Tensor, owner: Hashable) -> PageLoc
         TransferBusyError: As ``page_lock``.
     """
     lock = find(accelerator, tensor)
-    if lock is None or (lock.has(storage := tensor.untyped_storage()) and storage._cdata in lock.owners.get(owner, ())):
+    if lock is None or tensor.untyped_storage()._cdata in lock.owners.get(owner, ()):
         return lock
     return _registry.guard.alone(_join, accelerator, tensor, owner)
 

@@ -98,7 +98,8 @@ def one_of(*choices: str) -> BeforeValidator:
 
     def check(value: Any) -> str:
         if value not in choices:
-            raise refuse(f"expected {' or '.join(choices)}.{left_out(value)}")
+            *others, last = choices
+            raise refuse(f"expected {', '.join(others)} or {last}.{left_out(value)}")
         return str(value)
 
     return BeforeValidator(check)

@@ -38,7 +38,7 @@ class PinnedDirectConfig(StrategyConfig):
         chunk_elements: Elements in each scratch buffer on the device.
         buffers: Scratch buffers, each with a stream. With two, one is cast from while the other fills.
         page_lock: Whether ``prepare`` page-locks sources in place. False: only sources that the
-            device can read already go directly.
+            device can read already go directly, and copies of other code mean what they did (see ``prepare``).
         max_page_locked: The most bytes that this process page-locks. None: half of all memory of the host, or of the
             process's control group, divided by the local ranks, less what others keep locked.
     """

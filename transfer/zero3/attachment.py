@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..config import TransferConfig
-from ..errors import run_all
+from ..errors import VerificationError, run_all
 from ..in_flight import InFlightCopy
 from ..interface import HostToDeviceTransfer
 from ..memory import own_memory
@@ -41,7 +41,7 @@ class Attachment:
     by_install: bool = False
     engine: weakref.ref[Any] | None = None
     plan: StepPlan | None = None
-    _in_flight: list[tuple[int, InFlightCopy]] = field(default_factory=list)
+    _in_flight: list[tuple[int, int, InFlightCopy]] = field(default_factory=list)
     _interrupted: bool = False
     _masters: dict[int, weakref.ref[torch.UntypedStorage]] = field(default_factory=dict)  # those that were prepared
     _swap_buffers: SwapBuffers = field(init=False)
@@ -55,11 +55,11 @@ class Attachment:
         """Whether waits may be put off to the end of a step; True for a strategy used alone, which has no such key."""
         return getattr(self.transfer.config, "completion", "deferred") == "deferred"
 
-    def say(self, plan: StepPlan) -> None:
+    def say(self, waits_because: str | None) -> None:
         """Logs why the copy-backs of a step wait at once, unless that was said of the step before."""
-        if plan.waits_because is not None and plan.waits_because != self._said:
-            logger.info("each copy-back of this ZeRO-3 engine waits at once: %s", plan.waits_because)
-        self._said = plan.waits_because
+        if waits_because is not None and waits_because != self._said:
+            logger.info("each copy-back of this ZeRO-3 engine waits at once: %s", waits_because)
+        self._said = waits_because
 
     def partitions(self, stage3: Stage3, sub_group_id: int) -> tuple[Any, Any] | None:
         """The low-precision and the master partition of a copy from host to device; None: DeepSpeed's own code runs.
@@ -110,15 +110,22 @@ class Attachment:
         if storage is not None and all(other() is not storage for other in self._masters.values()):
             self.transfer.unprepare(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
 
-    def submit(self, sub_group_id: int, destination: Any, source: Any) -> None:
-        """Starts a copy that ``finish`` waits for."""
+    def submit(self, sub_group_id: int, destination: Any, source: Any, offset: int = 0) -> None:
+        """Starts a copy that ``finish`` waits for, to the part of a partition that begins at element ``offset``."""
         self._interrupted = True  # until the copy is in the list
-        self._in_flight.append((sub_group_id, self.transfer.submit(destination, source)))
+        self._in_flight.append((sub_group_id, offset, self.transfer.submit(destination, source)))
         self._interrupted = False
+
+    def copy(self, sub_group_id: int, destination: Any, source: Any) -> None:
+        """Makes a copy; blocks until the destination holds the values."""
+        try:
+            self.transfer.copy(destination, source)
+        except VerificationError as error:
+            raise error.in_sub_group(sub_group_id, 0) from None
 
     def release_source(self, sub_group_id: int) -> None:
         """Blocks until no copy reads the master of this sub-group."""
-        for owner, copy in tuple(self._in_flight):
+        for owner, _, copy in tuple(self._in_flight):
             if owner == sub_group_id:
                 copy.release_source()
 
@@ -127,11 +134,12 @@ class Attachment:
 
         Raises:
             Exception: The first error of a wait; every other copy has been waited for.
+            VerificationError: As these, and names the sub-group.
         """
         if self._interrupted:  # there may be a copy that is not in the list
             self.transfer.drain()
             self._interrupted = False
-        run_all([copy.wait for _, copy in self._in_flight])
+        run_all([functools.partial(_wait, *each) for each in self._in_flight])
         self._in_flight.clear()
 
     @contextlib.contextmanager
@@ -155,3 +163,10 @@ class Attachment:
         """
         closes = [self.transfer.close] if close or self.config is not None else []
         run_all([self.finish, *closes, self.unprepare])
+
+
+def _wait(sub_group_id: int, offset: int, copy: InFlightCopy) -> None:
+    try:
+        copy.wait()
+    except VerificationError as error:
+        raise error.in_sub_group(sub_group_id, offset) from None

@@ -26,7 +26,7 @@ from .attachment import Attachment
 from .attachments import Installed, attachments
 from .config import config_for_engine
 from .patching import Patch
-from .plan import StepPlan
+from .plan import why_wait
 from .stage3 import Stage3
 
 logger = logging.getLogger("transfer")
@@ -42,8 +42,17 @@ def attach(engine: Any, transfer: HostToDeviceTransfer | ConfigLike | None = Non
     closes the transfer, so that nothing stays pinned; it can be used again. Blocks while masters are prepared
     (page-locked). Starts the accelerator, to see which copies go from host to device.
 
+    Page-locking changes what *your* copies from and to masters mean: with ``non_blocking=True`` they were over when
+    they returned, and are not any more. Synchronize before you read or write such a master, or set
+    ``pinned_direct.page_lock: false``.
+
+    Copies run on behind the CPU optimizer only where all code up to the end of the step is DeepSpeed's, torch's or
+    ours. Otherwise each copy-back waits, and the logger ``transfer`` says why, at level INFO. Where this version of
+    DeepSpeed has moved what is replaced, a warning names it, and DeepSpeed's own code runs.
+
     Args:
-        engine: A DeepSpeed engine, its ZeRO-3 optimizer, or a framework's wrapper of either.
+        engine: A DeepSpeed engine, its ZeRO-3 optimizer, or a framework's wrapper of either (``.engine``, ``.module``,
+            ``.optimizer``, ...).
         transfer: A ``HostToDeviceTransfer``; or a configuration as for ``build_transfer``; or None:
             the file in ``$H2D_CONFIG``, else the section ``host_to_device_transfer`` of the engine's
             DeepSpeed config, else the defaults.
@@ -103,7 +112,8 @@ def install(config: ConfigLike | None = None) -> None:
     """Attaches every ZeRO-3 engine of this process.
 
     Engines made from now on are attached when they are made, older ones at their next step or copy-back.
-    Installing again replaces the configuration for engines to come.
+    Installing again replaces the configuration for engines to come. Where this version of DeepSpeed has moved what is
+    replaced, a warning names it, and nothing is installed.
 
     Args:
         config: As for ``build_transfer``. None: for each engine ``$H2D_CONFIG``, else its
@@ -187,7 +197,7 @@ def _add(optimizer: Any, attachment: Attachment) -> None:
         _patch(type(optimizer))
     summary.attached(optimizer, attachment)
     if hasattr(optimizer, stage3.STEP):
-        attachment.say(StepPlan(Stage3(optimizer), attachment.transfer, deferred=attachment.deferred))
+        attachment.say(why_wait(Stage3(optimizer), deferred=attachment.deferred))
 
 
 def _patch(optimizer_class: type) -> None:

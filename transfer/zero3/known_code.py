@@ -22,7 +22,8 @@ from .patching import original
 #: The packages, and single modules, whose code may run.
 PACKAGES = {"deepspeed", "torch", "transfer"}
 #: What these use themselves. ``unittest`` is for replacing other code.
-_LIBRARIES = sys.stdlib_module_names - {"unittest"} | {"numpy", "packaging", "pydantic", "tqdm", "typing_extensions"}
+_OTHERS = {"cpuinfo", "numpy", "packaging", "pydantic", "tqdm", "typing_extensions"}
+_LIBRARIES = {*sys.stdlib_module_names, *_OTHERS} - {"unittest"}
 #: A decorator of a decorator of ... a function; deeper ones are unknown.
 _DEPTH = 8
 

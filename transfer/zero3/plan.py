@@ -37,7 +37,7 @@ class StepPlan:
     def __init__(self, stage3: Stage3, transfer: HostToDeviceTransfer, *, deferred: bool) -> None:
         self._stage3, self._transfer = stage3, transfer
         self._answers: dict[int, tuple[Any, bool]] = {}
-        self.waits_because = why_wait(stage3) if deferred else "the configuration says `completion: immediate`"
+        self.waits_because = why_wait(stage3, deferred=deferred)
         self.swapped = stage3.swapped()
         self.exposed: set[int] = set()
         self.tiled: int | None = None
@@ -64,7 +64,7 @@ class StepPlan:
         False from the first answer on that said so.
         """
         if self.waits_because is None:
-            self.waits_because = why_wait(self._stage3)
+            self.waits_because = why_wait(self._stage3, deferred=True)
         return self.waits_because is None
 
 
@@ -87,13 +87,17 @@ def exposed(elements: Sequence[int], swapped: Collection[int]) -> set[int]:
     return found
 
 
-def why_wait(stage3: Stage3) -> str | None:
+def why_wait(stage3: Stage3, *, deferred: bool) -> str | None:
     """Why copies must not run on behind the rest of a step, as a reason that follows "because", or None.
+
+    See ``StepPlan`` for ``deferred``.
 
     They may only where each method that the patches rely on is there, is of a version of DeepSpeed that was read, and
     has our patch; and where all code that runs up to the end of the step is DeepSpeed's, torch's or ours. Other code,
     such as a subclass, a wrapper, a replaced method or a hook, might read or change the partitions.
     """
+    if not deferred:
+        return "the configuration says `completion: immediate`"
     missing, _ = moved(stage3.optimizer)
     if missing:
         return f"there is no `{missing[0]}`"

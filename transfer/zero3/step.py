@@ -29,7 +29,7 @@ def step(original: Callable[..., Any]) -> Callable[..., Any]:
         with attachment.finishing():
             try:
                 attachment.plan = StepPlan(Stage3(optimizer), attachment.transfer, deferred=attachment.deferred)
-                attachment.say(attachment.plan)
+                attachment.say(attachment.plan.waits_because)
                 result = original(optimizer, *args, **kwargs)
             finally:
                 attachment.plan = None
@@ -57,7 +57,7 @@ def update(original: Callable[..., Any]) -> Callable[..., Any]:
             if attachments.get(optimizer) is attachment:  # else another transfer was attached meanwhile: it copies all
                 plan.tiled = sub_group_id
                 part = (offset, length)
-                attachment.submit(sub_group_id, destination.narrow(0, *part), master.narrow(0, *part))
+                attachment.submit(sub_group_id, destination.narrow(0, *part), master.narrow(0, *part), offset)
 
         view = Stage3(optimizer)
         attachment.prepare(view, sub_group_id, master)
@@ -79,11 +79,11 @@ def copy_back(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(optimizer, sub_group_id)
         attachment.prepare(view, sub_group_id, pair[1])
         if plan is None:  # outside of a step, as when a checkpoint is loaded
-            attachment.transfer.copy(*pair)
+            attachment.copy(sub_group_id, *pair)
         elif not plan.defers():
             attachment.finish()  # tiles of this master, and everything that other code might see
             # `copy` waits: the next forward's all-gathers run on a stream that does not wait for this one.
-            attachment.transfer.copy(*pair)
+            attachment.copy(sub_group_id, *pair)
         elif plan.tiled != sub_group_id:
             attachment.submit(sub_group_id, *pair)
         if plan is not None:

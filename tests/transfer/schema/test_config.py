@@ -212,12 +212,12 @@ def test_ways_not_to_write_a_size(yaml_file, written, hint):
         (
             "transfer:\n  strategi: pageable\n",
             "FILE:2: transfer.strategi: unknown key 'strategi'. Did you mean 'strategy'? "
-            "Allowed here: accelerator, completion, fallback, nvme_swapped, pageable, pinned_direct, pinned_staged, rules, strategy.",
+            "Allowed here: accelerator, completion, fallback, nvme_swapped, pageable, pinned_direct, pinned_staged, rules, strategy, verify.",
         ),
         (
             "transfer:\n  pin_memroy: true\n",
             "FILE:2: transfer.pin_memroy: unknown key 'pin_memroy'. "
-            "Allowed here: accelerator, completion, fallback, nvme_swapped, pageable, pinned_direct, pinned_staged, rules, strategy.",
+            "Allowed here: accelerator, completion, fallback, nvme_swapped, pageable, pinned_direct, pinned_staged, rules, strategy, verify.",
         ),
         (
             "transfer:\n  chunk_elements: 4\n",

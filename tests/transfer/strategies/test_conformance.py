@@ -48,6 +48,7 @@ class OnDevices:
 class Buffers(OnDevices, SameBits, Lifetimes, CleanFailures):
     """What the number of buffers may change."""
 
+    pytestmark = pytest.mark.slow
     test_more_than_a_mebibyte = None  # thousands of small chunks, which say nothing more here
 
 
@@ -144,6 +145,7 @@ class TestNvmeSwapped(OnFiles, OnEveryAccelerator):
     pass
 
 
+@pytest.mark.slow
 class TestNvmeSwappedCastOnTheHost(OnFiles, OnDevices, TransferConformance):
     options: typing.ClassVar = {"cast": "host"}
 
@@ -162,11 +164,13 @@ class TestDefaultPolicy(OnEveryAccelerator):
         return build_transfer(SMALL_CHUNKS, accelerator=accelerator)
 
 
+@pytest.mark.slow
 class TestForcedStrategy(OnDevices, TransferConformance):
     def make_transfer(self, accelerator):
         return build_transfer({"strategy": "pinned_staged", **SMALL_CHUNKS}, accelerator=accelerator)
 
 
+@pytest.mark.slow
 class TestForcedStrategyThatNothingIsPreparedFor(OnDevices, TransferConformance):
     @pytest.fixture(autouse=True)
     def _no_fallback(self):
@@ -175,6 +179,16 @@ class TestForcedStrategyThatNothingIsPreparedFor(OnDevices, TransferConformance)
 
     def make_transfer(self, accelerator):
         return build_transfer({"strategy": "pinned_direct", **SMALL_CHUNKS}, accelerator=accelerator)
+
+
+class TestVerifiedBySamples(OnEveryAccelerator):
+    def make_transfer(self, accelerator):
+        return build_transfer({"verify": "sample", **SMALL_CHUNKS}, accelerator=accelerator)
+
+
+class TestVerifiedInFull(Buffers):
+    def make_transfer(self, accelerator):
+        return build_transfer({"verify": "full", **SMALL_CHUNKS}, accelerator=accelerator)
 
 
 def is_copyable(destination, source):

@@ -143,6 +143,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--nvme", metavar="DIR", help=nvme)
     pipeline = "with --nvme: pipeline_read and pipeline_write, and 12 swap buffers in place of 5"
     add("--nvme-pipeline", action="store_true", help=pipeline)
-    verify = "compare bits after every step, not only after the first and the last"
-    add("--verify-every-step", action="store_true", help=verify)
+    verify = "also the default with this `verify`, so that the two can be compared"
+    add("--verify", choices=("sample", "full"), nargs="+", default=[], help=verify)
+    every = "compare bits after every step, not only after the first and the last"
+    add("--verify-every-step", action="store_true", help=every)
     return parser
