@@ -27,14 +27,17 @@ _NOTHING.set_result(None)
 
 
 class AcmeStream:
-    """Work runs in order, on a thread of its own."""
+    """Work runs in order, on a thread of its own; also after the stream was dropped."""
 
-    def __init__(self) -> None:
+    def __init__(self, unfinished: dict[Future[Any], None]) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="acme-stream")
+        self._unfinished = unfinished
         self.last = _NOTHING
 
     def enqueue(self, work: Any, *arguments: Any) -> None:
         self.last = self._thread.submit(work, *arguments)
+        self._unfinished[self.last] = None
+        self.last.add_done_callback(self._unfinished.pop)
 
     def synchronize(self) -> None:
         self.last.result()
@@ -75,7 +78,7 @@ class AcmeAccelerator:
 
     def __init__(self) -> None:
         self.Stream = self._make_stream
-        self._streams: weakref.WeakSet[AcmeStream] = weakref.WeakSet()
+        self._unfinished: dict[Future[Any], None] = {}  # the work of all streams
         self._current = threading.local()
         self._default = self._make_stream()
         # Address of each allocation to the storage there, for as long as that lives.
@@ -101,7 +104,7 @@ class AcmeAccelerator:
             self._current.stream = before
 
     def synchronize(self, device_index: int | None = None) -> None:
-        wait([stream.last for stream in self._streams])
+        wait(list(self._unfinished))
 
     def pin_empty(self, *size: int, dtype: torch.dtype, device: str = "cpu") -> Tensor:
         return _remember(self._pinned, torch.empty(size, dtype=dtype, device=device))
@@ -135,9 +138,7 @@ class AcmeAccelerator:
             stream.synchronize()
 
     def _make_stream(self) -> AcmeStream:
-        stream = AcmeStream()
-        self._streams.add(stream)
-        return stream
+        return AcmeStream(self._unfinished)
 
 
 def _remember(where: weakref.WeakValueDictionary[int, torch.UntypedStorage], tensor: Tensor) -> Tensor:

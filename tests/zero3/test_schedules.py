@@ -8,8 +8,10 @@ from transfer import build_transfer, zero3
 from transfer.zero3 import tiles
 from transfer.zero3.attachment import Attachment
 
-DIRECT = {"strategy": "pinned_direct", "pinned_direct": {"mapped": False, "chunk_elements": 3}, "fallback": False}
-MAPPED = {"strategy": "pinned_direct", "fallback": False}
+#: The system need not be asked for a budget each time.
+SMALL = {"chunk_elements": 3, "max_page_locked": 4096}
+DIRECT = {"strategy": "pinned_direct", "pinned_direct": {"mapped": False, **SMALL}, "fallback": False}
+MAPPED = {"strategy": "pinned_direct", "pinned_direct": SMALL, "fallback": False}
 STAGED = {"strategy": "pinned_staged", "pinned_staged": {"chunk_elements": 3}}
 CONFIGS = {"direct": DIRECT, "mapped": MAPPED, "staged": STAGED}
 

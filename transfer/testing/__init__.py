@@ -11,6 +11,7 @@ A strategy's test file::
             return MyTransfer(accelerator=accelerator)
 
 The suite prepares destinations and reads results without the strategy under test.
+Sources are pageable, page-locked by ``prepare``, and pinned by ``pin_empty``; each is copied as it is and cast.
 """
 
 from __future__ import annotations

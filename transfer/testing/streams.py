@@ -29,7 +29,7 @@ from ._hooks import (
 )
 
 #: So many elements keep a real device busy for a while; a copy under test is to a part of them.
-_MANY = 200_000
+_BUSY_ELEMENTS = 200_000
 
 
 class Ordering(Hooks):
@@ -51,10 +51,14 @@ class Ordering(Hooks):
         assert accelerator.Stream is not None
         self._copy_behind_others(accelerator, transfer, kind, dtype, accelerator.Stream())
 
+    def _elements(self, accelerator: Accelerator) -> int:
+        """Elements of a copy that is still under way a moment later; a simulated device is as late with a few."""
+        return self.several_chunks if isinstance(accelerator, SimulatedAccelerator) else _BUSY_ELEMENTS
+
     def _copy_behind_others(
         self, accelerator: Accelerator, transfer: HostToDeviceTransfer, kind: str, dtype: torch.dtype, stream: Any
     ) -> None:
-        old, memory = (accelerator.device_empty(_MANY, dtype=dtype) for _ in range(2))
+        old, memory = (accelerator.device_empty(self._elements(accelerator), dtype=dtype) for _ in range(2))
         old.fill_(GUARD)
         values = random_bits(self.several_chunks, seed=6)
         destination = memory[-self.several_chunks :]
@@ -73,7 +77,7 @@ class Ordering(Hooks):
     ) -> None:
         skip_without(accelerator, "streams")
         assert accelerator.Stream is not None
-        values = random_bits(self.several_chunks if isinstance(accelerator, SimulatedAccelerator) else _MANY, seed=7)
+        values = random_bits(self._elements(accelerator), seed=7)
         destination, seen = (accelerator.device_empty(values.numel(), dtype=dtype) for _ in range(2))
         with host_source(accelerator, transfer, values, kind) as source:
             consumer = accelerator.Stream()
