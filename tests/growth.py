@@ -41,8 +41,8 @@ class Held:
     def now(cls, accelerator):
         gc.collect()
         resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        counts = (len(list(Path("/proc/self", each).iterdir())) for each in ("fd", "task"))
-        return cls(sys.getallocatedblocks(), resident, *counts, accelerator.pinned_bytes)
+        descriptors, threads = (len(list(Path("/proc/self", each).iterdir())) for each in ("fd", "task"))
+        return cls(sys.getallocatedblocks(), resident, descriptors, threads, accelerator.pinned_bytes)
 
     def since(self, before):
         return {name: number - getattr(before, name) for name, number in asdict(self).items()}
