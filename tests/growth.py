@@ -69,7 +69,7 @@ def check_growth(work, number, accelerator):
     sys.stdout.write(line + "\n")
     assert min(blocks) <= MEASURING_BLOCKS + number / PARTS / 10, line
     assert grown["resident_bytes"] <= 8 * MEBIBYTE, line
-    assert (grown["descriptors"], grown["threads"], grown["pinned_bytes"]) == (0, 0, 0), line
+    assert max(grown["descriptors"], grown["threads"], grown["pinned_bytes"]) <= 0, line  # others' threads may end
 
 
 def rounds(few, many):
