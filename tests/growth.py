@@ -1,7 +1,7 @@
 """What a process holds, before and after the same work was done many times over.
 
 Tests marked ``long`` do it as often as a long run does. Others of the same do it a few hundred times, and see what
-grows by as much as one block of Python's memory in each round.
+grows by as much as two blocks of Python's memory in each round.
 """
 
 import gc

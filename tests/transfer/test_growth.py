@@ -90,3 +90,20 @@ def test_errors_and_closes(simulated, number):
         transfer.close()
 
     check_growth(work, number, simulated)
+
+
+@pytest.mark.parametrize("leak", ["objects", "descriptors", "pinned memory", "resident memory"])
+def test_what_grows_is_seen(simulated, leak):
+    kept = []
+    leaks = {
+        "objects": lambda: kept.extend((object(), object())),
+        "descriptors": lambda: kept.append(os.open(os.devnull, os.O_RDONLY)),
+        "pinned memory": lambda: kept.append(simulated.pin_empty(1, dtype=torch.uint8)),
+        "resident memory": lambda: kept.append(torch.zeros(100_000)),
+    }
+    try:
+        with pytest.raises(AssertionError, match="100 rounds"):
+            check_growth(leaks[leak], 100, simulated)
+    finally:
+        for each in kept if leak == "descriptors" else ():
+            os.close(each)
