@@ -32,7 +32,7 @@ def outcomes():
     """Passed, failed or skipped, by the name of the class and of the test."""
     chosen = [f"{BROKEN}::TestSound", *(f"{BROKEN}::Test{name}::{test}" for name, test in CAUGHT_BY.items())]
     options = ["-q", "-rA", "--tb=no", "--show-capture=no", "-p", "no:cacheprovider", "-p", "no:randomly"]
-    done = run_python("-m", "pytest", *options, *chosen, timeout=250)
+    done = run_python("-m", "pytest", *options, *chosen, timeout=250, forked=True)
     found = re.findall(r"^(PASSED|FAILED|ERROR) \S+::Test(\w+)::([^\n]+?)(?: - .*)?$", done.stdout, re.MULTILINE)
     assert found, done.stdout + done.stderr
     return {(strategy, test): outcome for outcome, strategy, test in found}
