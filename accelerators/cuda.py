@@ -38,6 +38,17 @@ class CudaAccelerator(DeepSpeedAdapter):
             flat = torch.as_tensor(_DeviceMemory(tensor.data_ptr(), tensor.numel() * tensor.element_size()))
         return flat.view(tensor.dtype).view(tensor.shape)
 
+    @functools.cached_property
+    def _devices(self) -> int:
+        return torch.cuda.device_count()
+
+    def is_current_stream_capturing(self, device_index: int | None = None) -> bool:
+        here = device_index is None or self._asks_capturing is None or self._devices == 1
+        if here or device_index == torch.cuda.current_device():
+            return super().is_current_stream_capturing()
+        with torch.cuda.device(device_index):
+            return super().is_current_stream_capturing()
+
     def is_pinned(self, tensor: Tensor) -> bool:
         # Under DS_PIN_MEMORY_BACKEND=native, DeepSpeed says True for memory that it could page-lock but
         # not register, which the device does not read directly. The runtime knows.

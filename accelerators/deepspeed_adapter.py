@@ -8,8 +8,10 @@ Backends that behave differently have a file of their own and are listed in ``AD
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import importlib
+import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, cast
@@ -20,19 +22,22 @@ from torch import Tensor
 from .errors import AcceleratorUnavailableError
 from .protocol import Accelerator, Capabilities, check_accelerator
 
-#: DeepSpeed's name of a backend, and its adapter; every other backend takes the general one.
+#: DeepSpeed's name of a backend, and its adapter; every other backend takes the general one. A class that derives from
+#: DeepSpeed's own for one of these takes that adapter too, whatever it calls itself.
 ADAPTERS = {
     "cpu": "accelerators.cpu:CpuAccelerator",
     "cuda": "accelerators.cuda:CudaAccelerator",
+    "hpu": "accelerators.hpu:HpuAccelerator",
     "mps": "accelerators.mps:MpsAccelerator",
 }
 
+_MODULES = "deepspeed.accelerator."
 #: The attribute under which a DeepSpeed accelerator may carry a ready ``Accelerator``, which is used as it is.
 CARRIED = "h2d_accelerator"
 
 
 class DeepSpeedAdapter:
-    """The general adapter: xpu, npu, hpu, mlu, sdaa, supa, klxpu, and any DeepSpeed accelerator.
+    """The general adapter: xpu, npu, mlu, sdaa, supa, and any DeepSpeed accelerator.
 
     Subclass it where a backend differs.
 
@@ -43,8 +48,9 @@ class DeepSpeedAdapter:
     def __init__(self, deepspeed_accelerator: Any) -> None:
         self._deepspeed = deepspeed_accelerator
         self.name: str = deepspeed_accelerator._name
-        self.Event: Callable[[], Any] | None = deepspeed_accelerator.Event
-        self.Stream: Callable[[], Any] | None = deepspeed_accelerator.Stream
+        self._unusable: dict[str, str] = {}
+        self.Event: Callable[[], Any] | None = self._maker("Event", "events")
+        self.Stream: Callable[[], Any] | None = self._maker("Stream", "streams")
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._deepspeed!r})"
@@ -58,6 +64,7 @@ class DeepSpeedAdapter:
             "events": f"DeepSpeed's {self.name} accelerator has no events.",
             "registers_host_memory": f"DeepSpeed's {self.name} accelerator cannot pin existing memory in place.",
             "copies_asynchronously": f"Copies to {self.name} are finished when they return.",
+            **self._unusable,
         }
         return Capabilities(
             streams=streams,
@@ -85,6 +92,11 @@ class DeepSpeedAdapter:
             return contextlib.nullcontext()
         return cast("AbstractContextManager[Any]", self._deepspeed.stream(stream))
 
+    def is_current_stream_capturing(self, device_index: int | None = None) -> bool:
+        """Whether the current stream records a graph; False where neither DeepSpeed nor torch can tell."""
+        ask = self._asks_capturing
+        return ask is not None and bool(ask())
+
     def synchronize(self, device_index: int | None = None) -> None:
         self._deepspeed.synchronize(device_index)
 
@@ -104,7 +116,13 @@ class DeepSpeedAdapter:
     def register_host_memory(self, address: int, num_bytes: int) -> bool:
         if not self.capabilities.registers_host_memory:
             return False
-        return bool(self._deepspeed.register_host_memory(address, num_bytes))
+        if not self._deepspeed.register_host_memory(address, num_bytes):
+            return False
+        if not self._is_known_as_pinned(_memory_at(address, num_bytes)):
+            # Such as on NPUs, whose torch may not know of what the driver has registered: every copy would block.
+            self._deepspeed.unregister_host_memory(address)
+            raise RuntimeError(f"{num_bytes} bytes were registered with {self.name}, which does not see them as pinned")
+        return True
 
     def unregister_host_memory(self, address: int) -> None:
         if self.capabilities.registers_host_memory:
@@ -122,7 +140,8 @@ class DeepSpeedAdapter:
     def enqueue_copy(self, destination: Tensor, source: Tensor) -> None:
         # A non-blocking copy that also casts would cast on the device, out of a temporary of the
         # source's size (DeepSpeed issue 7307). Between device tensors the flag changes nothing.
-        destination.copy_(source, non_blocking=destination.dtype == source.dtype and self.is_pinned(source))
+        host = destination if self.on_host(destination) else source
+        destination.copy_(source, non_blocking=destination.dtype == source.dtype and self._is_known_as_pinned(host))
 
     def range_push(self, message: str) -> None:
         """Opens a named range in the vendor's profiler, where there is one."""
@@ -131,6 +150,34 @@ class DeepSpeedAdapter:
     def range_pop(self) -> None:
         """Closes the range that ``range_push`` opened last."""
         self._deepspeed.range_pop()
+
+    @functools.cached_property
+    def _asks_capturing(self) -> Callable[[], bool] | None:
+        """DeepSpeed's own where the backend has one, else that of torch's runtime of the same name (``torch.npu``)."""
+        name = "is_current_stream_capturing"
+        if self._overrides(name):
+            return cast("Callable[[], bool]", getattr(self._deepspeed, name))
+        runtime = getattr(torch, self.name, None)
+        has_device = getattr(runtime, "is_available", lambda: False)()  # a torch without the backend has a dummy
+        return getattr(runtime, name, None) if has_device else None
+
+    def _maker(self, name: str, capability: str) -> Callable[[], Any] | None:
+        """DeepSpeed's class for events or streams; None where there is none, or where it cannot be called plainly."""
+        make: Callable[[], Any] | None = getattr(self._deepspeed, name)
+        try:
+            if make is not None:
+                inspect.signature(make).bind()
+        except ValueError:  # a class in C tells nothing
+            pass
+        except TypeError as error:
+            self._unusable[capability] = f"The {name} of DeepSpeed's {self.name} accelerator takes arguments ({error})."
+            return None
+        return make
+
+    def _is_known_as_pinned(self, tensor: Tensor) -> bool:
+        with contextlib.suppress(Exception):  # of a vendor that cannot say: a copy that blocks needs no answer
+            return self.is_pinned(tensor)
+        return False
 
     def _alignment(self) -> int:
         alignment = getattr(self._deepspeed, "pin_memory_alignment", None)  # since 0.19.8
@@ -165,7 +212,7 @@ def adapt(deepspeed_accelerator: Any) -> Accelerator:
         check_accelerator(carried, f"{deepspeed_accelerator!r}.{CARRIED} is")
         adapted = cast(Accelerator, carried)
     else:
-        adapted = _adapter_class(deepspeed_accelerator._name)(deepspeed_accelerator)
+        adapted = _adapter_class(deepspeed_accelerator)(deepspeed_accelerator)
     _last = (deepspeed_accelerator, adapted)
     return adapted
 
@@ -187,7 +234,8 @@ def make(name: str) -> Accelerator:
         if current._name == name and getattr(current, CARRIED, None) is None:
             return adapt(current)
         module = importlib.import_module(f"deepspeed.accelerator.{name}_accelerator")
-        return _adapter_class(name)(getattr(module, f"{name.upper()}_Accelerator")())
+        made = getattr(module, f"{name.upper()}_Accelerator")()
+        return _adapter_class(made)(made)
     except (ImportError, NameError, AttributeError, RuntimeError, ValueError, AssertionError) as error:
         raise AcceleratorUnavailableError(_not_available(name, error)) from error
 
@@ -196,11 +244,21 @@ def _not_available(name: str, error: Exception) -> str:
     return f"The {name} accelerator is not available here: {str(error).strip().rstrip('.')}."
 
 
-def _adapter_class(name: str) -> type[DeepSpeedAdapter]:
+def _adapter_class(deepspeed_accelerator: Any) -> type[DeepSpeedAdapter]:
+    """By the class first: klxpu, and vendors' own, are DeepSpeed's CUDA accelerator under other names."""
+    bases = (base.__module__.removeprefix(_MODULES) for base in type(deepspeed_accelerator).__mro__)
+    names = [base.removesuffix("_accelerator") for base in bases]
+    # Not so the CPU's: a vendor may begin with it, and has a device of its own.
+    name = next((each for each in names if each in ADAPTERS and each != "cpu"), deepspeed_accelerator._name)
     if name not in ADAPTERS:
         return DeepSpeedAdapter
     module, _, attribute = ADAPTERS[name].partition(":")
     return cast("type[DeepSpeedAdapter]", getattr(importlib.import_module(module), attribute))
+
+
+def _memory_at(address: int, num_bytes: int) -> Tensor:
+    """Host memory as a tensor, to be asked about and not read."""
+    return torch.frombuffer((ctypes.c_char * num_bytes).from_address(address), dtype=torch.uint8)
 
 
 def _pins_natively() -> bool:

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import importlib
 import importlib.util
+import mmap
 import os
 import sys
 import time
@@ -19,10 +20,10 @@ from typing import Any
 #: Of each handle: bytes of a request, and requests at once.
 _BLOCK_BYTES = 2**20
 _QUEUE_DEPTH = 32
-_CAP_IPC_LOCK = 1 << 14
+#: Of Linux on x86 and ARM.
+_MAP_LOCKED = 0x2000
 #: How long loading the op may take, in each of several processes that load it in turn.
 _LOADING_SECONDS = 20.0
-_UNLIMITED = 2**62
 
 
 @functools.cache
@@ -38,10 +39,7 @@ def unavailable_reason() -> str | None:
 
 
 def make_handle(threads: int) -> Any:
-    """A handle of the op.
-
-    Args:
-        threads: How many share each request. With one, the calling thread reads.
+    """A handle of the op, whose ``threads`` share each request. With one, the calling thread reads.
 
     Raises:
         Exception: What loading the op raises where ``unavailable_reason`` gives one.
@@ -51,8 +49,13 @@ def make_handle(threads: int) -> Any:
 
 def may_lock_bytes(num_bytes: int) -> bool:
     """Whether the process may lock this much more memory; else ``new_cpu_locked_tensor`` aborts it."""
-    limit = _lock_limit_bytes()
-    return limit == _UNLIMITED or limit >= num_bytes + _locked_bytes()
+    if num_bytes == 0:
+        return True
+    try:  # the system counts what it maps as locked, although nothing can be in memory that may not be used
+        mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_LOCKED, prot=0).close()
+    except OSError:
+        return False
+    return True
 
 
 class _NotThereError(Exception):
@@ -115,27 +118,3 @@ def _build_folder(name: str) -> Path:
     from torch.utils.cpp_extension import _get_build_directory
 
     return Path(_get_build_directory(name, False))
-
-
-@functools.cache
-def _lock_limit_bytes() -> int:
-    import resource
-
-    capabilities = _status("CapEff")
-    effective = (_CAP_IPC_LOCK if os.geteuid() == 0 else 0) if capabilities is None else int(capabilities, 16)
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return _UNLIMITED if effective & _CAP_IPC_LOCK or soft == resource.RLIM_INFINITY else soft
-
-
-def _locked_bytes() -> int:
-    """What this process has locked already."""
-    return 1024 * int(_status("VmLck") or 0)
-
-
-def _status(key: str) -> str | None:
-    """The first word under ``key`` in the kernel's status of this process, or None."""
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return None
-    return next((line.split()[1] for line in lines if line.startswith(f"{key}:")), None)

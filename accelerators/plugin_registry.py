@@ -98,9 +98,14 @@ class Registry(Generic[T]):
                 return self._entries[name]
         raise self._unknown(self.explain_unknown(name))
 
-    def explain_unknown(self, name: object) -> str:
-        """The sentence for an unknown name: which names exist, and which was probably meant."""
-        names = self.names()
+    def explain_unknown(self, name: object, *also: str) -> str:
+        """The sentence for an unknown name: which names exist, and which was probably meant.
+
+        Args:
+            name: What was given.
+            *also: Names that are allowed beside the registered ones.
+        """
+        names = sorted((*self.names(), *also))
         guess = self._synonyms.get(name.lower()) or nearest(name, names) if isinstance(name, str) else None
         hint = f" Did you mean {guess!r}?" if guess else ""
         return f"unknown {self._kind} {name!r}.{hint} Registered: {', '.join(names)}."

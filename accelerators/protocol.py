@@ -165,7 +165,7 @@ class Accelerator(Protocol):
     def enqueue_copy(self, destination: Tensor, source: Tensor) -> None:
         """Queues ``destination.copy_(source)`` on the current stream of the destination's device.
 
-        Does not block where the source is device memory, or pinned host memory of the destination's dtype; both tensors
+        Does not block within the device, nor between the device and pinned host memory of the same dtype; both tensors
         must then outlive the copy. Otherwise blocks until the destination holds the values. A cast from host
         memory happens on the host, never in a device temporary of the source's size.
         """
@@ -182,6 +182,16 @@ class MapsHostMemory(Protocol):
 
         Raises:
             RuntimeError: Or the vendor's own error: the device cannot address the memory.
+        """
+
+
+class CapturesGraphs(Protocol):
+    """What an accelerator whose streams can record a graph has beside ``Accelerator``. Looked for by its name."""
+
+    def is_current_stream_capturing(self, device_index: int | None = None) -> bool:
+        """Whether the calling thread's current stream on that device records a graph; takes well under a microsecond.
+
+        Nothing may be waited for then, so that a copy would spoil the graph, and itself.
         """
 
 

@@ -22,7 +22,7 @@ LAYERS = [
     {"config_file"},
     {"config", "strategies"},
     {"registry", "testing"},
-    {"interface", "measured"},
+    {"interface", "measured", "verification"},
     {"memory", "validation"},
     {"nvme", "in_flight"},
     {"accelerator_choice", "profiling", "schema", "tensor_memory"},

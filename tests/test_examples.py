@@ -1,5 +1,6 @@
 """Every example runs as its own text says, and the README's Python works."""
 
+import json
 import os
 import re
 from pathlib import Path
@@ -8,6 +9,8 @@ import pytest
 
 from tests.running import run_python
 from transfer import ConfigError, TransferConfig, load_config
+from transfer.cli.bench_copy import report as copy_report
+from transfer.cli.bench_zero3 import report as zero3_report
 
 ROOT = Path(__file__).parents[1]
 
@@ -36,8 +39,27 @@ def test_the_example_configuration_shows_the_defaults():
     config = load_config(ROOT / "examples" / "transfer.yaml")
     for strategy in ("nvme_swapped", "pinned_direct", "pinned_staged"):
         assert config.section(strategy) == TransferConfig().section(strategy)
-    assert (config.fallback, config.completion) == (TransferConfig().fallback, TransferConfig().completion)
+    for name in ("fallback", "completion", "verify"):
+        assert getattr(config, name) == getattr(TransferConfig(), name)
     assert [rule.when.smaller_than for rule in config.rules] == [256 * 1024]
+
+
+RECORDS = sorted((ROOT / "examples" / "figures").glob("*.json"))
+
+
+@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
+def test_a_record_of_the_readme_is_what_the_command_would_write_and_show_now(path, capsys):
+    record = json.loads(path.read_text())
+    report = {"bench": copy_report, "bench zero3": zero3_report}[record["command"]]
+    assert list(report.with_figures(record["measurements"])) == record["measurements"]
+    report.show(record)
+    shown = capsys.readouterr().out
+    assert all(one["variant"] in shown for one in record["measurements"])
+
+
+def test_the_records_of_staging_name_their_columns_as_the_reports_do():
+    for path in sorted((ROOT / "examples" / "figures").glob("staging_*.csv")):
+        assert path.read_text().startswith("variant,round,seconds,"), path
 
 
 README = (ROOT / "README.md").read_text()

@@ -25,6 +25,7 @@ from .errors import (
     ConfigProblem,
     FallbackWarning,
     ForkedProcessError,
+    GraphCaptureError,
     InferenceTensorError,
     InvalidTensorError,
     MachineProfileWarning,
@@ -43,6 +44,7 @@ from .errors import (
     TransferWarning,
     UnknownStrategyError,
     UnsupportedDtypeError,
+    VerificationError,
 )
 from .in_flight import EventCopy, InFlightCopy
 from .interface import HostToDeviceTransfer
@@ -75,6 +77,7 @@ __all__ = [
     "EventCopy",
     "FallbackWarning",
     "ForkedProcessError",
+    "GraphCaptureError",
     "HostToDeviceTransfer",
     "InFlightCopy",
     "InferenceTensorError",
@@ -109,6 +112,7 @@ __all__ = [
     "TransferWarning",
     "UnknownStrategyError",
     "UnsupportedDtypeError",
+    "VerificationError",
     "When",
     "build_transfer",
     "get_strategy",

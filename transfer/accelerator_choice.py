@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import inspect
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
 from accelerators import Accelerator, AcceleratorError, get_accelerator
 from accelerators.protocol import check_accelerator
 
-from .errors import AcceleratorFailedError
+from .errors import AcceleratorFailedError, GraphCaptureError
+
+T = TypeVar("T")
 
 
 class AcceleratorChoice:
@@ -48,6 +53,20 @@ class AcceleratorChoice:
         return current
 
 
+def check_capture(accelerator: Accelerator, device_index: int | None) -> None:
+    """Refuses to work while a graph is recorded: a wait is an error there, and events from there never answer.
+
+    Raises:
+        GraphCaptureError: The current stream of the device records a graph.
+    """
+    ask = getattr(accelerator, "is_current_stream_capturing", None)
+    if ask is not None and ask(device_index):
+        raise GraphCaptureError(
+            f"the current stream of {accelerator.name} records a graph, which cannot contain copies from the host: "
+            "copy before or after the capture"
+        )
+
+
 @contextmanager
 def accelerator_errors() -> Iterator[None]:
     """Turns errors of ``accelerators`` into ours, chained. Every other exception passes as it is."""
@@ -55,3 +74,24 @@ def accelerator_errors() -> Iterator[None]:
         yield
     except AcceleratorError as error:
         raise AcceleratorFailedError(str(error)) from error
+
+
+def raising_ours(method: Callable[..., T]) -> Callable[..., T]:
+    """The same method under ``accelerator_errors``, at the cost of one call: policies ask ``why_not`` on each copy."""
+
+    @functools.wraps(method)
+    def converting(*arguments: Any, **options: Any) -> T:
+        try:
+            return method(*arguments, **options)
+        except AcceleratorError as error:
+            raise AcceleratorFailedError(str(error)) from error
+
+    return converting
+
+
+def convert_errors_of(strategy: type, *names: str) -> None:
+    """Puts the methods that a class defines itself under ``raising_ours``."""
+    for name in names:
+        method = vars(strategy).get(name)
+        if inspect.isfunction(method):
+            setattr(strategy, name, raising_ours(method))

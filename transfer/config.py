@@ -10,7 +10,6 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    StrictBool,
     ValidationError,
     model_validator,
 )
@@ -25,7 +24,7 @@ from accelerators.registry import available_accelerators, explain_unknown
 from .errors import StrategyRegistrationError
 from .nvme import SwappedTensor
 from .registry import MEASURED, explain_unknown_strategy, get_strategy, strategy_names
-from .schema.fields import DtypeName, Flag, SizeBytes, left_out, one_of, refuse
+from .schema.fields import DtypeName, Flag, SizeBytes, Truth, left_out, one_of, refuse
 from .schema.model import ConfigModel, StrategyConfig
 from .schema.problems import UNDERSTOOD
 
@@ -47,7 +46,9 @@ def _strategy_or_measured(value: Any) -> str:
         return MEASURED
     if isinstance(value, str) and nearest(value, [*strategy_names(), MEASURED]) == MEASURED:
         raise refuse(f"unknown strategy {value!r}. Did you mean {MEASURED!r}?")
-    return _strategy(value)
+    if not isinstance(value, str) or value not in strategy_names():
+        raise refuse(explain_unknown_strategy(value, MEASURED) + left_out(value))
+    return value
 
 
 AcceleratorName = Annotated[str, BeforeValidator(_accelerator)]
@@ -56,6 +57,8 @@ StrategyName = Annotated[str, BeforeValidator(_strategy)]
 StrategyOrMeasured = Annotated[str, BeforeValidator(_strategy_or_measured)]
 #: When ZeRO-3 waits for a copy-back. None only as a default.
 Completion = Annotated[str, one_of("deferred", "immediate")]
+#: How much of each copy is compared with the host's own cast.
+Verify = Annotated[str, one_of("off", "sample", "full")]
 
 
 class When(ConfigModel):
@@ -121,6 +124,9 @@ class TransferConfig(ConfigModel):
         completion: ``deferred``: ZeRO-3 waits for a step's copy-backs at the end of the step, so that they
             run behind the CPU optimizer; ``immediate``: in each copy-back, as DeepSpeed does.
         fallback: Whether a copy may take a slower strategy where the one asked for cannot make it.
+        verify: ``sample``: of each copy from the host, or from a file, up to 8 KiB of the destination are compared with
+            the host's own cast of the source; ``full``: all of it; ``off``: nothing. A wrong element is a
+            ``VerificationError`` in ``wait``. ``full`` keeps the cast of each copy in host memory until it is compared.
         rules: Looked at in order, before ``strategy`` and the default; the first match wins.
     """
 
@@ -130,7 +136,8 @@ class TransferConfig(ConfigModel):
     accelerator: AcceleratorName | None = None
     strategy: StrategyOrMeasured | None = None
     completion: Completion = "deferred"
-    fallback: StrictBool = True
+    fallback: Truth = True
+    verify: Verify = "off"
     rules: tuple[Rule, ...] = Field(default=())
 
     @classmethod

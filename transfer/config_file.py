@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -10,6 +11,8 @@ from .config import TransferConfig
 from .errors import ConfigError, ConfigProblem
 from .schema.problems import Location, dotted, format_value, validated
 from .schema.yaml_file import read_yaml
+
+logger = logging.getLogger("transfer")
 
 #: The key of a YAML file under which everything stands.
 ROOT = "transfer"
@@ -22,7 +25,7 @@ ConfigLike = TransferConfig | Mapping[str, Any] | str | os.PathLike[str]
 def load_config(path: str | os.PathLike[str]) -> TransferConfig:
     """Reads a YAML file whose one top-level key is ``transfer``.
 
-    An empty file, or nothing under ``transfer``, means the defaults.
+    An empty file, or nothing under ``transfer``, means the defaults; that the file is empty is logged as a warning.
 
     Args:
         path: The file; a leading ``~`` is expanded.
@@ -35,6 +38,7 @@ def load_config(path: str | os.PathLike[str]) -> TransferConfig:
     """
     content, lines, file = read_yaml(path)
     if content is None:
+        logger.warning("%s is empty, and the defaults apply; write `transfer: {}` there if that is meant", file)
         return TransferConfig()
     if not isinstance(content, dict):
         message = f"expected one top-level key, {ROOT!r}, found {format_value(content)}"

@@ -9,8 +9,10 @@
     ├── NotATensorError             (TypeError)    an argument that is not a tensor
     ├── StrategyUnavailableError    (RuntimeError) a copy that the strategy cannot make, or a resource it is refused
     ├── TransferBusyError           (RuntimeError) a submit in the middle of another one of the same thread
+    ├── GraphCaptureError           (RuntimeError) a submit while the device records a graph
     ├── AcceleratorFailedError      (RuntimeError) an error of ``accelerators``, chained
     ├── ForkedProcessError          (RuntimeError) a transfer of the parent process used in a child
+    ├── VerificationError           (RuntimeError) a copy that has left wrong values, found by ``verify``
     ├── AttachError                 (TypeError)    an engine that ``transfer.zero3`` cannot serve
     ├── StrategyRegistrationError   (ValueError)   a name or class that cannot be registered
     ├── SwapError                   (OSError)      a swap file that cannot be written or read, with its path
@@ -40,7 +42,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 #: What the system says where there is no room: on the drive, in the quota, below the limit of the process.
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -80,12 +82,65 @@ class TransferBusyError(TransferError, RuntimeError):
     """
 
 
+class GraphCaptureError(TransferError, RuntimeError):
+    """The current stream records a graph, in which a copy cannot be waited for; nothing was queued or asked."""
+
+
 class AcceleratorFailedError(TransferError, RuntimeError):
     """``accelerators`` raised an error, which is the ``__cause__``; chunks in flight were waited for."""
 
 
 class ForkedProcessError(TransferError, RuntimeError):
     """A transfer made before a fork was used in the child; the parent's memory was not touched."""
+
+
+@dataclass(eq=False)
+class VerificationError(TransferError, RuntimeError):
+    """``verify`` has found that a copy left other values than the host's own cast of its source.
+
+    The copy has ended, and nothing else was written. The destination keeps the wrong values, the source was only read.
+    Under ZeRO-3, every copy of the step was waited for, the masters are updated, and nothing was gathered.
+
+    Attributes:
+        destination: Its dtype, shape and device.
+        first: Index of the first wrong element, in logical order; under ZeRO-3, in the sub-group's partition.
+        last: Index of the last one that was found.
+        wrong: How many were found.
+        compared: How many elements were compared.
+        expected: What the first must be: its value and its bits.
+        found: What it is.
+        mode: ``sample`` or ``full``.
+        seed: Of the transfer. With ``copy``, the number of the copy, it says which elements were compared.
+        sub_group: Of ZeRO-3, or None.
+    """
+
+    destination: str
+    first: int
+    last: int
+    wrong: int
+    compared: int
+    expected: str
+    found: str
+    mode: str
+    seed: int
+    copy: int
+    sub_group: int | None = None
+
+    def __str__(self) -> str:
+        of = "" if self.sub_group is None else f" of sub-group {self.sub_group}"
+        return (
+            f"a copy{of} to {self.destination} left wrong values: element {self.first} is {self.found} and must be "
+            f"{self.expected}. {self.wrong} of {self.compared} compared elements are wrong, from {self.first} to "
+            f"{self.last}. The destination keeps them; the source was only read (verify: {self.mode}, seed "
+            f"{self.seed}, copy {self.copy})"
+        )
+
+    def __reduce__(self) -> tuple[type[VerificationError], tuple[object, ...]]:
+        return type(self), tuple(getattr(self, each.name) for each in fields(self))
+
+    def in_sub_group(self, sub_group: int, offset: int) -> VerificationError:
+        """The same, of a copy to the part of a sub-group's partition that begins at element ``offset``."""
+        return replace(self, first=self.first + offset, last=self.last + offset, sub_group=sub_group)
 
 
 class AttachError(TransferError, TypeError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor
 from accelerators import Accelerator, AcceleratorError
 
 from .accelerator_choice import accelerator_errors
-from .errors import AcceleratorFailedError
+from .errors import AcceleratorFailedError, GraphCaptureError, StrategyUnavailableError
 from .stats import Counters
 
 
@@ -27,7 +28,8 @@ class InFlightCopy:
 
         Raises:
             Exception: What the accelerator reports about this copy. The destination's elements are
-                then each the old or the new value; waiting again asks again.
+                then each the old or the new value. The device is idle, and waiting again returns at once; where the
+                device cannot be waited for either, waiting again asks again.
         """
 
     def order_after(self, stream: Any) -> None:
@@ -62,6 +64,7 @@ class EventCopy(InFlightCopy):
         source: What is still read, for strategies that read it after ``submit`` has returned: the source,
             or whatever else must live as long as the copy.
         counters: Where the seconds that ``wait`` blocks are counted.
+        accelerator: Waited for where an event cannot be asked. None: ``wait`` raises, and asks again next time.
     """
 
     def __init__(
@@ -70,12 +73,28 @@ class EventCopy(InFlightCopy):
         destination: Tensor,
         source: Any = None,
         counters: Counters | None = None,
+        accelerator: Accelerator | None = None,
     ) -> None:
         several = tuple(events) if isinstance(events, Sequence) else (events,)
         self._pending: tuple[tuple[Any, ...], Tensor, Any] | None = (several, destination, source)
         self._counters = counters
+        self._accelerator = accelerator
 
     def wait(self) -> None:
+        try:
+            self.synchronize()
+        except Exception as error:
+            pending = self._pending
+            if self._accelerator is not None and pending is not None:
+                with contextlib.suppress(Exception):
+                    self._accelerator.synchronize(pending[1].device.index)
+                    self._pending = None
+            if isinstance(error, AcceleratorError):
+                raise AcceleratorFailedError(str(error)) from error
+            raise
+
+    def synchronize(self) -> None:
+        """As ``wait``, of the events alone: after an error the copy is what it was, and nothing else was waited for."""
         pending = self._pending
         if pending is None:
             return
@@ -84,8 +103,6 @@ class EventCopy(InFlightCopy):
             for event in pending[0]:
                 event.synchronize()
             self._pending = None
-        except AcceleratorError as error:
-            raise AcceleratorFailedError(str(error)) from error
         finally:
             if self._counters is not None:
                 self._counters.add(wait_seconds=time.perf_counter() - started)
@@ -116,6 +133,20 @@ class EventCopy(InFlightCopy):
         return self._pending is None
 
 
+def made(accelerator: Accelerator, kind: str) -> Any:
+    """A new ``Event`` or ``Stream``.
+
+    Raises:
+        StrategyUnavailableError: The vendor's class takes arguments, against the protocol.
+    """
+    try:
+        return getattr(accelerator, kind)()
+    except TypeError as error:
+        raise StrategyUnavailableError(
+            f"{accelerator.name} makes no {kind} without arguments, as every strategy needs it ({error})."
+        ) from error
+
+
 def finish_stream(accelerator: Accelerator, stream: Any, device_index: int | None) -> None:
     """Blocks the host until what is queued on a stream is done; without streams, what is queued on the device."""
     if stream is not None:
@@ -134,6 +165,16 @@ def finished_copy(accelerator: Accelerator, destination: Tensor, source: Tensor,
     finish_stream(accelerator, stream, index)
     counters.add(pieces=1, wait_seconds=time.perf_counter() - started)
     return FINISHED
+
+
+def drain_after(error: BaseException, accelerator: Accelerator, destination: Any) -> None:
+    """Waits for the device, so that nothing is in flight after an error; one of ``accelerators`` becomes ours."""
+    if isinstance(error, GraphCaptureError):  # nothing is in flight, and a wait would spoil the graph
+        return
+    with contextlib.suppress(Exception):
+        accelerator.synchronize(destination.device.index)
+    if isinstance(error, AcceleratorError):
+        raise AcceleratorFailedError(str(error)) from error
 
 
 #: Shared by every copy that had nothing to do or was finished when ``submit`` returned.

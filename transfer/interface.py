@@ -8,7 +8,6 @@ To add one, subclass ``HostToDeviceTransfer``, write ``_submit``, and register t
 
 from __future__ import annotations
 
-import contextlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -18,15 +17,16 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from accelerators import Accelerator, AcceleratorError
+from accelerators import Accelerator
 
-from .accelerator_choice import AcceleratorChoice
-from .errors import AcceleratorFailedError, ForkedProcessError, NotATensorError, StrategyUnavailableError
-from .in_flight import FINISHED, InFlightCopy, finished_copy
+from .accelerator_choice import AcceleratorChoice, check_capture, convert_errors_of, raising_ours
+from .errors import ForkedProcessError, NotATensorError, StrategyUnavailableError
+from .in_flight import FINISHED, InFlightCopy, drain_after, finished_copy
 from .nvme.swapped_tensor import SwappedTensor
 from .profiling import named_range
 from .schema.model import StrategyConfig, strategy_config
 from .stats import Counters, StrategyStats
+from .tensor_memory import check_kind, check_memory, goes_to_device, pair_problem
 from .validation import validate
 
 
@@ -52,8 +52,8 @@ class HostToDeviceTransfer(ABC):
 
     Args:
         config: An instance of ``Config``, a mapping with its fields, or None for its defaults.
-        accelerator: An ``Accelerator``, a registered name, or None for what
-            ``accelerators.get_accelerator()`` returns; nothing is called before the first transfer.
+        accelerator: An ``Accelerator``, a registered name, or None for what ``get_accelerator()`` returns; nothing is
+            called before the first transfer.
         fallback: Accepted and ignored: only what ``build_transfer`` returns falls back.
         **options: Fields of ``Config`` by name, in place of ``config``.
 
@@ -63,10 +63,8 @@ class HostToDeviceTransfer(ABC):
 
     #: The strategy's own configuration model.
     Config: ClassVar[type[StrategyConfig]] = StrategyConfig
-
     #: The strategy's name in ``stats`` and in profilers; empty for the class's own name.
     name: ClassVar[str] = ""
-
     #: Whether it takes a ``SwappedTensor`` as the source.
     reads_swapped: ClassVar[bool] = False
 
@@ -77,6 +75,11 @@ class HostToDeviceTransfer(ABC):
     _accelerator: Any = None  # the one in use since the last copy, or None
     _process: int | None = None
     _counters: Counters
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Errors of ``accelerators`` become ours in what a strategy writes itself too."""
+        super().__init_subclass__(**options)
+        convert_errors_of(cls, "why_not", "prepare", "unprepare", "drain", "is_host_to_device", "close")
 
     def __new__(cls, *_args: Any, **_options: Any) -> Self:
         made = super().__new__(cls)
@@ -131,34 +134,33 @@ class HostToDeviceTransfer(ABC):
         """The counts since this object was made, by strategy; never reset."""
         return {self.name or type(self).__name__: self._counters.total}
 
-    def why_not(self, destination: Tensor, source: Tensor | SwappedTensor) -> str | None:  # noqa: ARG002
+    def why_not(self, destination: Tensor, source: Tensor | SwappedTensor) -> str | None:
         """Why this strategy cannot make a copy from the host to the device, in one sentence, or None if it can.
 
-        Pure; takes microseconds. Whether a copy pays off is for the policy to say.
+        Pure; takes microseconds. Whether a copy pays off is for the policy to say. Subclasses ask ``super`` first.
         """
-        return None
+        return pair_problem(destination, source)
 
     def submit(self, destination: Tensor, source: Tensor | SwappedTensor) -> InFlightCopy:
         """Starts a copy. The strategy says how long this blocks; ``pageable`` blocks until the copy has ended.
 
         Args:
-            destination: A tensor of any shape and strides on the device. Its ``requires_grad`` and
-                graph stay as they are.
-            source: A tensor of the same shape in host memory, or a ``SwappedTensor``, whose values are
-                in a file, for strategies that read files (``reads_swapped``). Another floating-point dtype is
-                cast, rounding to nearest even; every other dtype must equal the destination's. A
-                source on the device is a plain device copy.
+            destination: A tensor of any shape and strides on the device. Its ``requires_grad`` and graph stay as they
+                are.
+            source: A tensor of the same shape in host memory, or a ``SwappedTensor``, whose values are in a file, for
+                strategies that read files (``reads_swapped``). Another floating-point dtype is cast, rounding to
+                nearest even; every other dtype must equal the destination's. From the device it is a plain copy.
 
         Returns:
-            The copy, which may still be running. Until it is waited for, the destination must not
-            be read, freed or written. Two copies to one destination are not ordered.
+            The copy, which may still be running. Until it is waited for, the destination must not be read, freed or
+            written. Two copies to one destination are not ordered.
 
         Raises:
-            StrategyUnavailableError: This strategy cannot make the copy (``why_not``), or the system refuses what it
-                needs. Nothing is written then.
+            StrategyUnavailableError: It cannot make the copy, or the system refuses what it needs. Nothing is written.
+            GraphCaptureError: The current stream of the destination's device records a graph. The graph is not touched.
             TransferError: The tensors or the accelerator are refused; see ``transfer.errors``.
-            Exception: What the accelerator itself raises, as it is. Nothing is in flight then, and
-                each element of the destination is its old or its new value.
+            Exception: What the accelerator itself raises, as it is. Nothing is in flight then, and each element of
+                the destination is its old or its new value.
         """
         return self._start(destination, source, waits=False)
 
@@ -171,38 +173,46 @@ class HostToDeviceTransfer(ABC):
         try:  # a subclass that does more in `submit`
             self.submit(destination, source).wait()
         except BaseException as error:
-            _drain(accelerator, destination, error)
+            drain_after(error, accelerator, destination)
             raise
 
     def prepare(self, source: Tensor) -> None:
-        """A hint: this storage will be copied from many times.
+        """A hint: this storage will be copied from many times. Blocks for costly work, such as page-locking, once.
 
-        A strategy may do costly work for it now, such as page-locking, which blocks. A second call is cheap.
+        Page-locking changes *other* code's copies: ``on_gpu.copy_(source, non_blocking=True)`` and
+        ``source.copy_(on_gpu, non_blocking=True)`` were over when they returned, and are not any more. Synchronize
+        before the source is written or read, or set ``pinned_direct.page_lock: false``.
 
         Raises:
             StrategyUnavailableError: It is refused. Nothing has changed then.
+            InvalidTensorError: The source has no memory of its own, as a DTensor. Nothing has changed then.
         """
+        check_memory(source, "source")
+
+    def would_page_lock(self, source: Tensor) -> bool:  # noqa: ARG002
+        """Whether ``prepare`` would page-lock a source, as far as is known before it is tried."""
+        return False
 
     def unprepare(self, source: Tensor) -> None:
         """Undoes ``prepare`` for this storage, as freeing it and ``close`` do. Blocks until no copy here reads it."""
+        check_kind(source, "source")
 
+    @raising_ours
     def drain(self) -> None:
         """Blocks until the device is idle, as after an error. Raises what the accelerator reports."""
         if self._accelerator is not None and not self._is_forked:
             self._accelerator.synchronize()
 
+    @raising_ours
     def is_host_to_device(self, destination: Tensor, source: Tensor | SwappedTensor) -> bool:
-        """Whether a copy goes from host memory, or from a file, to ``accelerator``. Raises as that property does."""
-        return _is_host_to_device(self.accelerator, destination, source)
+        """Whether ``submit`` takes a copy from host memory, or from a file, to ``accelerator``. Raises as that does."""
+        return pair_problem(destination, source) is None and goes_to_device(self.accelerator, destination, source)
 
     def close(self) -> None:
-        """Waits for what is in flight and gives back every pinned byte.
-
-        Idempotent. A closed object holds nothing; a later ``submit`` pins anew. Does nothing after a fork.
+        """Waits for what is in flight and gives back every pinned byte. Idempotent; a later ``submit`` pins anew.
 
         Raises:
-            Exception: What the accelerator reports while it is waited for. What could not be given
-                back stays pinned, and the next ``close`` tries again.
+            Exception: What the accelerator reports. What could not be given back stays pinned, for the next ``close``.
         """
 
     def __enter__(self) -> Self:
@@ -223,6 +233,7 @@ class HostToDeviceTransfer(ABC):
                 "returns, or by transfer.nvme.swap_in"
             )
         accelerator = self.accelerator
+        check_capture(accelerator, destination.device.index)
         # One frame for submit and wait: between two of them, Ctrl-C would leave a copy in flight.
         try:
             with torch.no_grad():
@@ -231,12 +242,12 @@ class HostToDeviceTransfer(ABC):
                 copy.wait()
             return copy
         except BaseException as error:
-            _drain(accelerator, destination, error)
+            drain_after(error, accelerator, destination)
             raise
 
     def _run(self, accelerator: Accelerator, destination: Tensor, source: Any, waits: bool) -> InFlightCopy:
         """Makes one copy: a plain one within the host or the device, else the strategy's own, if it can make it."""
-        if isinstance(source, Tensor) and not _is_host_to_device(accelerator, destination, source):
+        if isinstance(source, Tensor) and not goes_to_device(accelerator, destination, source):
             copy = finished_copy(accelerator, destination, source, self._counters)
             self._counters.add(copies=1, bytes=destination.nbytes)
             return copy
@@ -286,15 +297,3 @@ class HostToDeviceTransfer(ABC):
                 f"in its fork {os.getpid()}; build a new one there"
             )
         self._process = os.getpid()
-
-
-def _is_host_to_device(accelerator: Accelerator, destination: Tensor, source: Any) -> bool:
-    return accelerator.on_device(destination) and (not isinstance(source, Tensor) or accelerator.on_host(source))
-
-
-def _drain(accelerator: Accelerator, destination: Any, error: BaseException) -> None:
-    """Waits for the device, so that nothing is in flight after an error; one of ``accelerators`` becomes ours."""
-    with contextlib.suppress(Exception):
-        accelerator.synchronize(destination.device.index)
-    if isinstance(error, AcceleratorError):
-        raise AcceleratorFailedError(str(error)) from error

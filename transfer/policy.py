@@ -3,29 +3,37 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from accelerators import Accelerator
 
-from .accelerator_choice import AcceleratorChoice
+from .accelerator_choice import AcceleratorChoice, accelerator_errors
 from .config_file import ConfigLike, resolve_config
-from .errors import MachineProfileWarning, warn_caller
+from .errors import MachineProfileWarning, TransferError, warn_caller
 from .interface import HostToDeviceTransfer
 from .measured import CANDIDATES, MachineProfile, fastest
 from .nvme import SwappedTensor
 from .registry import MEASURED, get_strategy
-from .strategies.pinned_direct import NOT_PAGE_LOCKED
+from .strategies.pinned_direct import UNPREPARED
+from .tensor_memory import check_memory
 
 #: The strategy that reads files; a rule or ``strategy`` that names it is passed over for tensors.
 NVME_SWAPPED = "nvme_swapped"
+#: How a reason begins where a vendor's method raises, and another strategy goes on without its answer.
+_UNANSWERED = "The accelerator does not tell"
 #: Below this many bytes at the destination, the fixed cost of staging outweighs what it gains.
 SMALL_BYTES = 2**20
 #: The same for a source that is page-locked, where nothing is staged. On an H200, from fp32 to bf16, `pinned_direct`
 #: took 139 us from ``submit`` to the values for 256 KiB, and `pageable` 128; for 512 KiB it was 142 against 168.
 SMALL_PAGE_LOCKED_BYTES = 2**19
+#: Every dtype that a floating-point source may be cast to.
+_FLOATING = tuple(
+    dict.fromkeys(each for each in vars(torch).values() if isinstance(each, torch.dtype) and each.is_floating_point)
+)
 
 
 @dataclass(frozen=True)
@@ -109,9 +117,13 @@ class TransferPolicy:
             source: A tensor of the same shape, or values in a file.
 
         Raises:
-            AcceleratorFailedError: The accelerator is unknown or not available here.
+            AcceleratorFailedError: The accelerator is unknown or not available here, or raises an error of its own.
+            InvalidTensorError: A side has no memory of its own, as a DTensor.
         """
-        return self.choose(self.accelerator_choice.resolve(), destination, source, waits=False)
+        check_memory(destination, "destination")
+        check_memory(source, "source")
+        with accelerator_errors():
+            return self.choose(self.accelerator_choice.resolve(), destination, source, waits=False)
 
     def choose(
         self,
@@ -136,40 +148,46 @@ class TransferPolicy:
                 return Decision("pageable", f"The destination is not in the memory of {accelerator.name}.")
             if not accelerator.on_host(source):
                 return Decision("pageable", "The source is on the device, so this is a plain device copy.")
-        named = self._named(accelerator, destination, source)
+        named = self._named(destination, source, accelerator.is_pinned)
         if named is None or named.strategy in without:
             decision = self._rows(accelerator, destination, source, waits, without)
             if self._asked != NVME_SWAPPED or not isinstance(source, Tensor):
                 return decision
             why = "`strategy: nvme_swapped` is for values in files, and this source is in memory."
             return Decision(decision.strategy, f"{why} {decision.reason}")
-        obstacle = self.strategy(named.strategy).why_not(destination, source) if self.config.fallback else None
+        obstacle = self._obstacle(named.strategy, destination, source) if self.config.fallback else None
         if obstacle is None:
             return named
         instead = self._rows(accelerator, destination, source, waits, without)
         reason = f"`{named.strategy}` cannot make this copy. {obstacle}"
-        return Decision(instead.strategy, reason, named.strategy, obstacle.startswith(NOT_PAGE_LOCKED))
+        return Decision(instead.strategy, reason, named.strategy, obstacle == UNPREPARED)
 
     def preparing(self, source: Tensor | SwappedTensor) -> tuple[str, ...]:
-        """The strategies that are to prepare a source, as they may copy it once it is prepared.
+        """The strategies that are to prepare a source: those that ``select`` may take once it is prepared.
+
+        Several, where rules ask for more than is known of the destinations.
 
         Raises:
-            AcceleratorFailedError: The accelerator is unknown or not available here.
+            AcceleratorFailedError: The accelerator is unknown or not available here, or raises an error of its own.
         """
         accelerator = self.accelerator_choice.resolve()
-        if isinstance(source, SwappedTensor) or not accelerator.on_host(source):
-            return ()
-        chosen = {rule.use for rule in self.config.rules}
-        if self._asked not in (None, NVME_SWAPPED):
-            chosen.add(str(self._asked))
-        elif (
-            source.numel() * source.element_size() >= SMALL_PAGE_LOCKED_BYTES
-            and accelerator.capabilities.why_not("registers_host_memory", "streams", "events") is None
-        ):
-            chosen.add("pinned_direct")
-        return tuple(sorted(chosen))
+        with accelerator_errors():
+            if isinstance(source, SwappedTensor) or not accelerator.on_host(source):
+                return ()
+            gains = source.numel() * source.element_size() >= SMALL_PAGE_LOCKED_BYTES
+            locks = accelerator.capabilities.why_not("registers_host_memory", "streams", "events") is None
+        default = "pinned_direct" if gains and locks else None  # where no name is given, or one for files alone
+        several = self.config.rules and source.dtype.is_floating_point
+        chosen = set()
+        for dtype in _FLOATING if several else (source.dtype,):
+            destination = torch.empty(source.numel(), dtype=dtype, device="meta")
+            named = self._named(destination, source, lambda _prepared: True)
+            chosen.add(default if named is None else named.strategy)
+        return tuple(sorted(name for name in chosen if name is not None))
 
-    def _named(self, accelerator: Accelerator, destination: Tensor, source: Tensor | SwappedTensor) -> Decision | None:
+    def _named(
+        self, destination: Tensor, source: Tensor | SwappedTensor, is_pinned: Callable[[Tensor], bool]
+    ) -> Decision | None:
         """The strategy of the first rule that holds, else of ``strategy``; None where neither takes such a source."""
         from_file = isinstance(source, SwappedTensor)
 
@@ -180,7 +198,7 @@ class TransferPolicy:
             if is_for(rule.use):
                 # Asked only where a rule needs it: a vendor's `is_pinned` may raise.
                 asks = rule.when.source_pinned is not None
-                pinned = asks and isinstance(source, Tensor) and accelerator.is_pinned(source)
+                pinned = asks and isinstance(source, Tensor) and is_pinned(source)
                 if rule.when.holds(destination, source, pinned):
                     return Decision(rule.use, f"rules[{index}] matches ({rule.when}).")
         if self._asked is not None and is_for(self._asked):
@@ -203,14 +221,33 @@ class TransferPolicy:
         if measured is not None:
             return measured
         reason = "The source is page-locked, so the device reads and casts it itself."
+        unanswered = None
         for name in CANDIDATES:
             obstacle = self._why_not(name, accelerator, destination, source)
+            if obstacle is not None and obstacle.startswith(_UNANSWERED):
+                unanswered = name, obstacle
             if obstacle is None and name in without:
                 obstacle = f"The system refuses what `{name}` needs."
             if obstacle is None:
                 break
             reason = obstacle
+        if unanswered is not None:
+            return Decision(name, unanswered[1], unanswered[0], False)
         return Decision(name, reason)
+
+    def _obstacle(self, name: str, destination: Tensor, source: Tensor | SwappedTensor) -> str | None:
+        """``why_not`` of a strategy; a sentence too where a vendor's ``is_pinned`` or the like raises.
+
+        With ``fallback: false`` the vendor's error is raised as it is.
+        """
+        try:
+            return self.strategy(name).why_not(destination, source)
+        except TransferError:
+            raise
+        except Exception as error:
+            if not self.config.fallback:
+                raise
+            return f"{_UNANSWERED} what `{name}` has to know ({type(error).__name__}: {error})."
 
     def _why_not(self, name: str, accelerator: Accelerator, destination: Tensor, source: Tensor) -> str | None:
         """Why a row is passed over: it does not pay off, or its strategy cannot make the copy."""
@@ -223,15 +260,13 @@ class TransferPolicy:
             missing = accelerator.capabilities.why_not("streams")
             if missing is not None:
                 return missing
-        return self.strategy(name).why_not(destination, source)
+        return self._obstacle(name, destination, source)
 
     def _measured(
         self, profile: MachineProfile, destination: Tensor, source: Tensor, waits: bool, without: Collection[str]
     ) -> Decision | None:
         """The fastest of the strategies that can make the copy; None where the profile has no times of such copies."""
-        able = [
-            name for name in CANDIDATES if name not in without and not self.strategy(name).why_not(destination, source)
-        ]
+        able = [name for name in CANDIDATES if name not in without and not self._obstacle(name, destination, source)]
         choice = fastest(
             profile,
             {name: self.strategy(name).config for name in able},

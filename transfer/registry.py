@@ -64,9 +64,14 @@ def get_strategy(name: str) -> type[HostToDeviceTransfer]:
     return strategy
 
 
-def explain_unknown_strategy(name: object) -> str:
-    """The sentence for a name that is not registered, with the nearest one that is."""
-    return _registry.explain_unknown(name)
+def explain_unknown_strategy(name: object, *also: str) -> str:
+    """The sentence for a name that is not registered, with the nearest one that is.
+
+    Args:
+        name: What was given.
+        *also: Names that are allowed in that place beside those of strategies.
+    """
+    return _registry.explain_unknown(name, *also)
 
 
 def _check(name: str, strategy: Any) -> None:

@@ -7,15 +7,16 @@ from typing import Any
 
 from torch import Tensor
 
-from accelerators import Accelerator
+from accelerators import Accelerator, AcceleratorError
 
 from .config_file import ConfigLike
-from .errors import FallbackWarning, StrategyUnavailableError, run_all, warn_caller
+from .errors import FallbackWarning, StrategyUnavailableError, TransferError, run_all, warn_caller
 from .in_flight import InFlightCopy
 from .interface import HostToDeviceTransfer
 from .policy import Decision, TransferPolicy
 from .schema.model import StrategyConfig
 from .stats import StrategyStats, merged
+from .verification import Verifier
 
 logger = logging.getLogger("transfer")
 
@@ -64,11 +65,16 @@ class RoutedTransfer(HostToDeviceTransfer):
         return merged(*(strategy.stats() for strategy in self._strategies))
 
     def prepare(self, source: Tensor) -> None:
+        super().prepare(source)
         self._check_process()
         for name in self.policy.preparing(source):
             self._prepare(name, source)
 
+    def would_page_lock(self, source: Tensor) -> bool:
+        return any(self.policy.strategy(name).would_page_lock(source) for name in self.policy.preparing(source))
+
     def unprepare(self, source: Tensor) -> None:
+        super().unprepare(source)
         if self._is_forked:
             return
         for strategy in self._strategies:
@@ -82,10 +88,14 @@ class RoutedTransfer(HostToDeviceTransfer):
     def _prepare(self, name: str, source: Tensor) -> None:
         try:
             self.policy.strategy(name).prepare(source)
-        except StrategyUnavailableError as error:
+        except (TransferError, AcceleratorError) as error:
+            if not self.fallback or not isinstance(error, StrategyUnavailableError):
+                raise
+            self._warn(name, f"{error} Copies from there take a slower strategy")
+        except Exception as error:  # of a vendor: its methods may raise whatever they want
             if not self.fallback:
                 raise
-            self._warn(f"prepare {name}", f"{error} Copies from there take a slower strategy")
+            self._warn(name, f"`{name}` cannot prepare a source ({type(error).__name__}: {error}). Copies are staged")
 
     @property
     def _strategies(self) -> tuple[HostToDeviceTransfer, ...]:
@@ -159,6 +169,33 @@ class RoutedTransfer(HostToDeviceTransfer):
             warn_caller(f"{message}, which is slower; `fallback: false` makes this an error.", FallbackWarning)
 
 
+class VerifiedTransfer(RoutedTransfer):
+    """As ``RoutedTransfer``, with ``verify: sample`` or ``verify: full``: each copy is compared when it is waited for.
+
+    What a copy must leave is worked out by the host before ``submit`` returns, so that the source may change as the
+    strategy allows. ``sample`` also queues the reading of the sample there. Where the first ``wait`` of a copy, or the
+    first ``done`` that sees it finished, finds wrong values, it raises ``VerificationError``. A copy that only
+    ``order_after`` is asked of is not compared with ``sample``; with ``full``, ``order_after`` waits. Copies within the
+    device, and those of strategies used alone, are not compared.
+    """
+
+    def __init__(self, policy: TransferPolicy) -> None:
+        super().__init__(policy)
+        self.verifier = Verifier(policy.config.verify)
+
+    @property
+    def pinned_bytes(self) -> int:
+        return super().pinned_bytes + self.verifier.pinned_bytes
+
+    def close(self) -> None:
+        if not self._is_forked:
+            run_all([super().close, self.verifier.close])
+
+    def _run(self, accelerator: Accelerator, destination: Tensor, source: Any, waits: bool) -> InFlightCopy:
+        copy = super()._run(accelerator, destination, source, waits)
+        return self.verifier.watch(accelerator, copy, destination, source)
+
+
 def build_transfer(
     config: ConfigLike | None = None, accelerator: Accelerator | str | None = None
 ) -> HostToDeviceTransfer:
@@ -174,4 +211,6 @@ def build_transfer(
     Raises:
         ConfigError: The configuration has mistakes, which are listed with their place.
     """
-    return RoutedTransfer(TransferPolicy(config, accelerator))
+    policy = TransferPolicy(config, accelerator)
+    # Another class, so that a copy that is not compared costs nothing more.
+    return RoutedTransfer(policy) if policy.config.verify == "off" else VerifiedTransfer(policy)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, cast
 
@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 
 from ..errors import InFlightError
-from ..overlap import span_bytes
+from ..overlap import address, bytes_of, span_bytes
 from ..protocol import Capabilities
 from .late_queue import LateQueue, SimulatedEvent, SimulatedStream
 from .memory_ranges import MemoryRanges, Storages
+from .schedule import Schedule
+from .scheduled_queue import ScheduledQueue
 
 if TYPE_CHECKING:
     from deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator
@@ -41,6 +43,8 @@ class SimulatedAccelerator:
       an event that orders them: the one that reads, or both that write, deliver NaNs (-1 in integers).
     * ``pinned_bytes`` counts what is pinned or registered and was not given back. Pinned memory is
       kept until ``unpin_memory``, so a leak stays visible.
+    * Within ``capturing()`` the device records a graph, as CUDA does: work and waits raise, and an event recorded there
+      never answers.
     * Faults: replace a public method on the instance (``accelerators.testing.failing`` does).
 
     Args:
@@ -52,6 +56,7 @@ class SimulatedAccelerator:
             its source had its final values is wrong on every run.
         pin_limit_bytes: ``pin_empty`` and ``register_host_memory`` raise ``RuntimeError`` where
             more than this many bytes would be pinned, like a memlock limit. None: no limit.
+        schedule: Decides when each copy runs, in place of ``seed`` and ``eager``: see ``explore``.
     """
 
     name = "simulated"
@@ -65,12 +70,13 @@ class SimulatedAccelerator:
         maps_host_memory: bool = True,
         eager: bool = False,
         pin_limit_bytes: int | None = None,
+        schedule: Schedule | None = None,
     ) -> None:
         self.seed = seed
         self.maps_host_memory = maps_host_memory
         self.eager = eager
         self.pin_limit_bytes = pin_limit_bytes
-        self._queue = LateQueue(seed)
+        self._queue = LateQueue(seed) if schedule is None else ScheduledQueue(schedule, self._kind_of_memory)
         self._pinned = MemoryRanges()
         self._registered = MemoryRanges()
         self._device = Storages()
@@ -111,6 +117,18 @@ class SimulatedAccelerator:
     def stream(self, stream: SimulatedStream | None) -> AbstractContextManager[None]:
         return contextlib.nullcontext() if stream is None else self._queue.use(stream)
 
+    def is_current_stream_capturing(self, device_index: int | None = None) -> bool:
+        return self._queue.capturing
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        """The block in which every stream poses as one that records a graph."""
+        self._queue.capturing = True
+        try:
+            yield
+        finally:
+            self._queue.capturing = False
+
     def synchronize(self, device_index: int | None = None) -> None:
         self._queue.reach_all()
 
@@ -125,6 +143,10 @@ class SimulatedAccelerator:
         return tensor
 
     def is_pinned(self, tensor: Tensor) -> bool:
+        return self._is_readable(tensor)
+
+    def _is_readable(self, tensor: Tensor) -> bool:
+        """What a copy finds out for itself, whatever ``is_pinned`` was replaced by."""
         return self._pinned.contain(tensor) or self._registered.contain(tensor)
 
     def unpin_memory(self, tensor: Tensor) -> bool:
@@ -196,21 +218,24 @@ class SimulatedAccelerator:
         """
         if not self.is_pinned(tensor):
             raise RuntimeError(f"the device cannot address {tensor.nbytes} bytes of host memory that are not pinned")
-        raw = torch.from_numpy(tensor.detach().view(-1).view(torch.uint8).numpy())  # another storage
+        raw = torch.from_numpy(bytes_of(tensor).numpy())  # another storage
         return self.adopt(raw).view(tensor.dtype).view(tensor.shape)
 
     def enqueue_copy(self, destination: Tensor, source: Tensor) -> None:
         late = destination.dtype == source.dtype or self.on_device(source)
-        readable = self.on_device(source) or self.is_pinned(source)
-        writable = self.on_device(destination) or self.is_pinned(destination)
+        readable = self.on_device(source) or self._is_readable(source)
+        writable = self.on_device(destination) or self._is_readable(destination)
         if not (self.on_device(source) or self.on_device(destination)):
             with torch.no_grad():
                 destination.copy_(source)
             return
         stream = self._queue.current_stream
+        address(destination), address(source)  # before `detach`, which a wrapper may define
         self._queue.enqueue(stream, destination.detach(), source.detach())
         if self.eager or not (late and readable and writable):
             stream.synchronize()
+        else:
+            self._queue.moment()
 
     def as_deepspeed(self) -> DeepSpeedAccelerator:
         """A DeepSpeed accelerator over this one, for ``deepspeed.accelerator.set_accelerator``.
@@ -220,6 +245,9 @@ class SimulatedAccelerator:
         from .deepspeed import SimulatedDeepSpeedAccelerator
 
         return cast("DeepSpeedAccelerator", SimulatedDeepSpeedAccelerator(self))
+
+    def _kind_of_memory(self, tensor: Tensor) -> str:
+        return "device" if self.on_device(tensor) else "pinned" if self._is_readable(tensor) else "pageable"
 
     def _check_limit(self, num_bytes: int) -> None:
         if self.pin_limit_bytes is not None and self.pinned_bytes + num_bytes > self.pin_limit_bytes:

@@ -23,14 +23,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..overlap import share_elements, span_bytes
+from ..overlap import address, share_elements, span_bytes
 
 
 class _Mark:
     """A point in one stream."""
 
-    def __init__(self, stream: SimulatedStream) -> None:
+    def __init__(self, stream: SimulatedStream, never: bool = False) -> None:
         self.stream = stream
+        self.never = never  # recorded with a graph: it cannot be asked
         self.done = False
         self.polls = 0
 
@@ -71,6 +72,7 @@ class LateQueue:
 
     def __init__(self, seed: int) -> None:
         self.lock = threading.RLock()
+        self.capturing = False
         self._random = random.Random(seed)
         self._streams: list[SimulatedStream] = []
         self._steps = 0
@@ -97,13 +99,14 @@ class LateQueue:
 
     def mark(self, stream: SimulatedStream) -> _Mark:
         with self.lock:
-            mark = _Mark(stream)
+            mark = _Mark(stream, never=self.capturing)
             stream.operations.append(_Operation(completes=mark))
             return mark
 
     def enqueue(self, stream: SimulatedStream, destination: Tensor, source: Tensor) -> None:
         """Queues a copy on ``stream``, and notes the races it is part of."""
         with self.lock:
+            self._check_capture()
             new = _Operation(copy=(destination, source), spans=(*_span(destination), *_span(source)))
             begin, end, read_begin, read_end = new.spans
             ordered = self._closure([(stream, len(stream.operations))])  # these run before the copy
@@ -127,16 +130,17 @@ class LateQueue:
         May be entered again at any point by the same thread, from a signal handler or a finalizer.
         """
         with self.lock:
+            self._check_capture(*marks)
             needed = self._needed(marks)
             while any(needed.values()):
                 steps = self._steps
                 ready = [
                     (stream, entry)
                     for stream, count in needed.items()
-                    if count and (entry := stream.next_entry()) is not None
+                    if count and (entry := stream._next_entry()) is not None
                 ]
                 if ready:
-                    stream, entry = self._random.choice(ready)
+                    stream, entry = self._choose(ready)
                     self._step(stream, entry)
                     needed[stream] -= 1
                 if self._steps != steps + 1:  # another reach has run inside this one
@@ -150,15 +154,29 @@ class LateQueue:
     def poll(self, mark: _Mark) -> bool:
         """Whether ``mark`` is done. Asking as often as work is left before it gets it done."""
         with self.lock:
+            self._check_capture(mark)
             mark.polls += 1
             if not mark.done and mark.polls > sum(self._needed([mark]).values()):
                 self.reach([mark])
             return mark.done
 
+    def moment(self) -> None:
+        """The host has just queued something. A device may run what it likes now; this one runs nothing."""
+
     def pending_tensors(self) -> list[Tensor]:
         """Every tensor that a queued copy will still read or write."""
         with self.lock:
             return [tensor for stream in self._streams for entry in stream.operations for tensor in entry.copy or ()]
+
+    def _choose(self, ready: list[tuple[SimulatedStream, _Operation]]) -> tuple[SimulatedStream, _Operation]:
+        """Which of the entries whose turn it is runs first."""
+        return self._random.choice(ready)
+
+    def _check_capture(self, *marks: _Mark) -> None:
+        if self.capturing:
+            raise RuntimeError("operation not permitted while a graph is recorded")
+        if any(mark.never for mark in marks):
+            raise RuntimeError("operation not permitted on an event that was recorded with a graph")
 
     def _needed(self, marks: list[_Mark]) -> dict[SimulatedStream, int]:
         """How many operations of which streams must run before every one of ``marks`` is done."""
@@ -195,7 +213,7 @@ class LateQueue:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    begin = tensor.data_ptr()
+    begin = address(tensor)
     return begin, begin + span_bytes(tensor)
 
 
@@ -219,7 +237,7 @@ class SimulatedStream:
         self.operations: deque[_Operation] = deque()
         queue.add(self)
 
-    def next_entry(self) -> _Operation | None:
+    def _next_entry(self) -> _Operation | None:
         """The work whose turn has come, or None where there is none or it has to wait."""
         head = next(iter(tuple(self.operations)), None)
         return None if head is None or (head.awaits is not None and not head.awaits.done) else head

@@ -7,47 +7,44 @@ import weakref
 
 from torch import Tensor
 
-from ..overlap import span_bytes
+from ..overlap import AddressRanges, address, memory_problem, span_bytes
 
 
 class MemoryRanges:
     """A set of address ranges, each with a size in bytes. Thread-safe."""
 
     def __init__(self) -> None:
-        self._sizes: dict[int, int] = {}
+        self._ranges: AddressRanges[bool] = AddressRanges()
         self._lock = threading.RLock()
 
     @property
     def total_bytes(self) -> int:
-        with self._lock:
-            return sum(self._sizes.values())
+        return self._ranges.total_bytes
 
     def add(self, address: int, num_bytes: int) -> None:
         with self._lock:
-            self._sizes[address] = num_bytes
+            self._ranges.add(address, num_bytes, True)
 
     def remove(self, address: int) -> bool:
         """Whether a range began at exactly this address; it is gone now."""
         with self._lock:
-            return self._sizes.pop(address, None) is not None
+            return self._ranges.remove(address)
 
     def size_at(self, address: int) -> int | None:
         """The size of the range that begins at exactly this address, or None."""
-        return self._sizes.get(address)
+        return self._ranges.size_at(address)
 
     def overlaps(self, address: int, num_bytes: int) -> bool:
         """Whether any range shares a byte with the given one."""
         with self._lock:
-            return any(begin < address + num_bytes and address < begin + size for begin, size in self._sizes.items())
+            return bool(self._ranges.overlapping(address, num_bytes))
 
     def contain(self, tensor: Tensor) -> bool:
-        """Whether every element of ``tensor`` lies in one of the ranges; False without elements."""
-        if tensor.numel() == 0:
+        """Whether every element of ``tensor`` lies in one of the ranges; False without elements or memory."""
+        if tensor.numel() == 0 or memory_problem(tensor) is not None:
             return False
-        begin = tensor.data_ptr()
-        end = begin + span_bytes(tensor)
         with self._lock:
-            return any(start <= begin and end <= start + size for start, size in self._sizes.items())
+            return self._ranges.covering(tensor.data_ptr(), span_bytes(tensor)) is not None
 
 
 class Storages:
@@ -57,7 +54,12 @@ class Storages:
         self._alive: set[int] = set()
 
     def add(self, tensor: Tensor) -> None:
-        """Adds the storage under ``tensor``; every view of it belongs to the set then."""
+        """Adds the storage under ``tensor``; every view of it belongs to the set then.
+
+        Raises:
+            ValueError: It has no memory of its own.
+        """
+        address(tensor)
         storage = tensor.untyped_storage()
         if storage._cdata not in self._alive:
             self._alive.add(storage._cdata)
@@ -65,4 +67,4 @@ class Storages:
 
     def contain(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` has elements in one of the storages."""
-        return tensor.numel() > 0 and tensor.untyped_storage()._cdata in self._alive
+        return tensor.numel() > 0 and memory_problem(tensor) is None and tensor.untyped_storage()._cdata in self._alive

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from .conformance import AcceleratorConformance
 from .faults import ANY_METHOD, failing
-from .tools import accelerator_or_skip, bits, fetch, skip_without, unavailable_reason
+from .tools import accelerator_or_skip, bits, check_values, fetch, skip_without, unavailable_reason
 
 __all__ = [
     "ANY_METHOD",
     "AcceleratorConformance",
     "accelerator_or_skip",
     "bits",
+    "check_values",
     "failing",
     "fetch",
     "skip_without",

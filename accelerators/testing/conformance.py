@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 
 from ..protocol import Accelerator, check_accelerator
-from .tools import accelerator_or_skip, bits, fetch, skip_without
+from .ordering import OrderingConformance
+from .tools import accelerator_or_skip, check_values, fetch, skip_without
 
 
-class AcceleratorConformance:
+class AcceleratorConformance(OrderingConformance):
     """What every accelerator must do. Subclass it, set ``accelerator_name``, and pytest runs it.
 
     Override ``make_accelerator`` for an accelerator that is not registered, or for a fresh one a test.
@@ -120,14 +118,14 @@ class AcceleratorConformance:
         destination = accelerator.device_empty(1000, dtype=dtype)
         source = torch.linspace(-3, 3, 1000)
         accelerator.enqueue_copy(destination, source)
-        assert torch.equal(bits(fetch(accelerator, destination)), bits(source.to(dtype)))
+        check_values(fetch(accelerator, destination), source.to(dtype), "pageable source")
 
     def test_enqueue_copy_from_pinned_memory(self, accelerator: Accelerator) -> None:
         pinned = accelerator.pin_empty(1000, dtype=torch.float32)
         pinned.copy_(torch.linspace(-3, 3, 1000))
         destination = accelerator.device_empty(1000, dtype=torch.float32)
         accelerator.enqueue_copy(destination, pinned)
-        assert torch.equal(fetch(accelerator, destination), torch.linspace(-3, 3, 1000))
+        check_values(fetch(accelerator, destination), torch.linspace(-3, 3, 1000), "pinned source")
         accelerator.unpin_memory(pinned)
 
     def test_enqueue_copy_between_device_tensors_casts(self, accelerator: Accelerator) -> None:
@@ -139,53 +137,25 @@ class AcceleratorConformance:
         result = fetch(accelerator, destination).view(torch.int16).tolist()
         assert result == [0x3F80, 0x3F82, 0x3F82, 0x7F80, -0x8000]
 
-    def test_an_event_covers_the_copies_before_it(self, accelerator: Accelerator) -> None:
-        skip_without(accelerator, "events", "pins_host_memory")
-        pinned = accelerator.pin_empty(100_000, dtype=torch.float32)
-        pinned.fill_(7)
-        destination = accelerator.device_empty(100_000, dtype=torch.float32)
-        with accelerator.stream(accelerator.current_stream()):
-            accelerator.enqueue_copy(destination, pinned)
-            event = _make(accelerator.Event)
-            event.record()
-        event.synchronize()
-        assert event.query()
-        assert torch.equal(destination.cpu(), torch.full((100_000,), 7.0))
+    def test_the_source_may_change_after_a_copy_that_blocks(self, accelerator: Accelerator) -> None:
+        memory = {"pageable": torch.empty(100_000), "pinned": accelerator.pin_empty(100_000, dtype=torch.float32)}
+        for kind, dtype in (("pageable", torch.float32), ("pageable", torch.bfloat16), ("pinned", torch.bfloat16)):
+            destination = accelerator.device_empty(100_000, dtype=dtype)
+            source = memory[kind].fill_(7)
+            accelerator.enqueue_copy(destination, source)
+            source.fill_(8)
+            expected = torch.full((100_000,), 7, dtype=dtype)
+            check_values(fetch(accelerator, destination), expected, f"a {kind} source that changed after the copy")
+        accelerator.unpin_memory(memory["pinned"])
+
+    def test_enqueue_copy_writes_nothing_else(self, accelerator: Accelerator) -> None:
+        pinned = accelerator.pin_empty(11, dtype=torch.float32)
+        for source in (torch.ones(11), pinned.fill_(1)):
+            memory = accelerator.device_empty(64, dtype=torch.float32)
+            memory.fill_(-7)
+            accelerator.synchronize()
+            accelerator.enqueue_copy(memory[16:27], source)
+            expected = torch.full((64,), -7.0)
+            expected[16:27] = 1
+            check_values(fetch(accelerator, memory), expected, "a copy between neighbours")
         accelerator.unpin_memory(pinned)
-
-    def test_a_stream_waits_for_an_event_of_another(self, accelerator: Accelerator) -> None:
-        skip_without(accelerator, "streams", "events", "pins_host_memory")
-        pinned = accelerator.pin_empty(100_000, dtype=torch.float32)
-        pinned.fill_(5)
-        first, second = (accelerator.device_empty(100_000, dtype=torch.float32) for _ in range(2))
-        accelerator.synchronize()
-        producer, consumer = _make(accelerator.Stream), _make(accelerator.Stream)
-        with accelerator.stream(producer):
-            accelerator.enqueue_copy(first, pinned)
-            event = _make(accelerator.Event)
-            event.record()
-        consumer.wait_event(event)
-        with accelerator.stream(consumer):
-            accelerator.enqueue_copy(second, first)
-        consumer.synchronize()
-        assert torch.equal(second.cpu(), torch.full((100_000,), 5.0))
-        accelerator.synchronize()
-        accelerator.unpin_memory(pinned)
-
-    def test_stream_context_is_current_and_restored(self, accelerator: Accelerator) -> None:
-        skip_without(accelerator, "streams")
-        before = accelerator.current_stream()
-        stream = _make(accelerator.Stream)
-        with accelerator.stream(stream):
-            assert accelerator.current_stream() == stream
-        assert accelerator.current_stream() == before
-
-    def test_stream_context_takes_none(self, accelerator: Accelerator) -> None:
-        before = accelerator.current_stream()
-        with accelerator.stream(None):
-            assert accelerator.current_stream() == before
-
-
-def _make(factory: Callable[[], Any] | None) -> Any:
-    assert factory is not None
-    return factory()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from torch import Tensor
 
 from ..errors import AcceleratorUnavailableError
+from ..overlap import bytes_of
 from ..protocol import Accelerator
 from ..registry import get_accelerator
 
@@ -48,4 +48,35 @@ def fetch(accelerator: Accelerator, tensor: Tensor) -> Tensor:
 
 def bits(tensor: Tensor) -> Tensor:
     """The bytes of a tensor, element after element, so that NaN and signed zeros compare."""
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return bytes_of(tensor.cpu().contiguous())
+
+
+def check_values(got: Tensor, expected: Tensor, what: str) -> None:
+    """Compares two tensors bit for bit.
+
+    Args:
+        got: What was found.
+        expected: What should be there: of the same shape and dtype.
+        what: What is compared, as the beginning of a sentence.
+
+    Raises:
+        AssertionError: They differ. One line says where first, what was found and expected there, and how many differ.
+    """
+    __tracebackhide__ = True
+    got, expected = got.detach().cpu(), expected.detach().cpu()
+    if (got.shape, got.dtype) != (expected.shape, expected.dtype):
+        sides = (f"{each.dtype} {tuple(each.shape)}" for each in (got, expected))
+        raise AssertionError("{}: found {}, expected {}".format(what, *sides))
+    wrong = (bits(got) != bits(expected)).view(got.numel(), got.element_size()).any(1).nonzero().flatten()
+    if wrong.numel():
+        first = int(wrong[0])
+        found, right = (_value_at(each, first) for each in (got, expected))
+        raise AssertionError(
+            f"{what}: element {first} is {found}, not {right}; {wrong.numel()} of {got.numel()} differ"
+        )
+
+
+def _value_at(tensor: Tensor, index: int) -> str:
+    """One element, with its bits: NaNs and signed zeros look alike."""
+    element = tensor.flatten()[index]
+    return f"{element.item()} (0x{bytes(reversed(bits(element).tolist())).hex()})"

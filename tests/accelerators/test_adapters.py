@@ -236,3 +236,87 @@ def test_ranges_and_alignment_are_deepspeeds():
     adapter.range_push("h2d/pinned_direct")
     adapter.range_pop()
     assert aligned.calls == ["h2d/pinned_direct", "pop"]
+
+
+def test_the_adapter_goes_by_the_class_and_then_by_the_name():
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+    from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+    from deepspeed.accelerator.hpu_accelerator import HPU_Accelerator
+    from deepspeed.accelerator.klxpu_accelerator import KLXPU_Accelerator
+
+    def of(base, name):
+        kind = type("Vendor", (base,), {"__init__": lambda self: setattr(self, "_name", name), "h2d_accelerator": None})
+        kind.__abstractmethods__ = frozenset()
+        return type(adapt(kind()))
+
+    assert of(CUDA_Accelerator, "acme") is CudaAccelerator
+    assert of(KLXPU_Accelerator, "klxpu") is CudaAccelerator
+    assert of(CUDA_Accelerator, "cpu") is CudaAccelerator
+    assert of(CPU_Accelerator, "cpu") is CpuAccelerator
+    assert of(CPU_Accelerator, "acme") is DeepSpeedAdapter
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HPU_Accelerator, "Stream", None)
+        patch.setattr(HPU_Accelerator, "Event", None)
+        assert of(HPU_Accelerator, "hpu").__name__ == "HpuAccelerator"
+
+
+@pytest.mark.parametrize("kind", ["Event", "Stream"])
+def test_events_or_streams_that_take_arguments_are_a_missing_capability(kind):
+    class Vendors:
+        def __init__(self, device):
+            raise AssertionError("cannot be reached")
+
+    class Optional:
+        def __init__(self, device=None):
+            pass
+
+    vendor = type("Vendor", (New,), {"Event": Optional, "Stream": Optional, kind: Vendors})
+    adapter = DeepSpeedAdapter(vendor())
+    capability = f"{kind.lower()}s"
+    assert getattr(adapter, kind) is None
+    assert not getattr(adapter.capabilities, capability)
+    reason = adapter.capabilities.why_not(capability)
+    assert "missing a required argument: 'device'" in reason
+    assert reason.endswith(".")
+    other = {"Event": "streams", "Stream": "events"}[kind]
+    assert getattr(adapter.capabilities, other)
+
+
+@pytest.mark.parametrize("answer", [False, RuntimeError("unknown pointer")])
+def test_registered_memory_that_is_not_seen_as_pinned_is_refused(answer):
+    class Unseen(New):
+        def is_pinned(self, tensor):
+            self.calls.append((tensor.data_ptr(), tensor.nbytes, "asked"))
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+    unseen, memory = Unseen(), torch.zeros(4)
+    with pytest.raises(RuntimeError, match="16 bytes were registered with xpu, which does not see them as pinned"):
+        DeepSpeedAdapter(unseen).register_host_memory(memory.data_ptr(), 16)
+    address = memory.data_ptr()
+    assert unseen.calls == [(address, 16), (address, 16, "asked"), address]
+
+
+def test_a_copy_blocks_where_nothing_tells_whether_the_source_is_pinned():
+    class DoesNotTell(New):
+        def is_pinned(self, tensor):
+            raise RuntimeError("unknown pointer")
+
+    destination = torch.zeros(4)
+    DeepSpeedAdapter(DoesNotTell()).enqueue_copy(destination, torch.arange(4.0))
+    assert destination.tolist() == [0, 1, 2, 3]
+
+
+def test_whether_a_graph_is_recorded_is_asked_of_deepspeed_or_else_of_torch(monkeypatch):
+    class Tells(New):
+        def is_current_stream_capturing(self):
+            return True
+
+    assert DeepSpeedAdapter(Tells()).is_current_stream_capturing() is True
+    assert DeepSpeedAdapter(New()).is_current_stream_capturing(0) is False
+    runtime = types.SimpleNamespace(is_available=lambda: True, is_current_stream_capturing=lambda: True)
+    monkeypatch.setattr(torch, "acme", runtime, raising=False)
+    new = New()
+    new._name = "acme"
+    assert DeepSpeedAdapter(new).is_current_stream_capturing(0) is True

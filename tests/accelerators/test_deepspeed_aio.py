@@ -1,6 +1,7 @@
 """DeepSpeed's aio op: used where it is built, and never built or waited for."""
 
 import os
+import sys
 import threading
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 import torch.utils.cpp_extension
 
 from accelerators import deepspeed_aio
+from tests.running import run_python
 
 op_builder = pytest.importorskip("deepspeed.ops.op_builder", reason="DeepSpeed is not installed.")
 
@@ -92,3 +94,25 @@ def test_a_build_that_does_not_load(extensions, monkeypatch):
     all_built()
     loads_with(monkeypatch, ImportError("libaio.so.1: cannot open shared object file"))
     assert "ImportError: libaio.so.1: cannot open shared object file" in reason()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="The op reads by libaio, which only Linux has.")
+def test_what_is_locked_already_counts():
+    """For a process without the privilege to lock as much as it likes."""
+    done = run_python("-c", LOCKING)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.split() == ["True", "False", "True"]
+
+
+LOCKING = """
+import mmap, os, resource
+from accelerators.deepspeed_aio import may_lock_bytes
+resource.setrlimit(resource.RLIMIT_MEMLOCK, (2**20, 2**20))
+if os.geteuid() == 0:
+    os.setresuid(65534, 65534, 65534)
+print(may_lock_bytes(2**19))
+held = mmap.mmap(-1, 3 * 2**18, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x2000)  # MAP_LOCKED
+print(may_lock_bytes(2**19))
+held.close()
+print(may_lock_bytes(2**19))
+"""

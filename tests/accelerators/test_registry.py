@@ -114,7 +114,7 @@ def test_a_factory_that_fails_is_an_unavailable_accelerator(registered):
 def test_an_unknown_name_gives_the_nearest():
     with pytest.raises(UnknownAcceleratorError, match="unknown accelerator 'CUDA'. Did you mean 'cuda'\\?"):
         get_accelerator("CUDA")
-    with pytest.raises(LookupError, match="Registered: cpu, cuda"):
+    with pytest.raises(LookupError, match="Registered: .*cpu, cuda"):
         get_accelerator("tpu")
 
 
@@ -256,4 +256,5 @@ def test_require_accelerator_turns_a_skip_into_a_failure(tmp_path):
     assert "--require-accelerator=npu: The npu accelerator is not available here" in failed.stdout
     misspelt = run("--require-accelerator=cudaa")
     assert misspelt.returncode == 4
-    assert "unknown; registered are cpu, cuda" in misspelt.stderr
+    assert "unknown; registered are " in misspelt.stderr
+    assert "cpu, cuda" in misspelt.stderr

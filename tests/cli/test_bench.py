@@ -10,8 +10,7 @@ import torch
 from accelerators import get_accelerator
 from tests.cli import strategies
 from tests.running import run_python
-from transfer import register_strategy, unregister_strategy
-from transfer.cli.bench_copy import command as bench
+from transfer import cli, register_strategy, unregister_strategy
 from transfer.cli.bench_copy.report import with_figures
 from transfer.cli.measuring import baselines, bits
 from transfer.cli.measuring.baselines import DeepSpeedCopy
@@ -48,7 +47,7 @@ def registered():
 
 
 def report_of(capsys, *arguments):
-    status = bench.main([*arguments, "--json"])
+    status = cli.main(["bench", *arguments, "--json"])
     return status, json.loads(capsys.readouterr().out)
 
 
@@ -120,7 +119,7 @@ def test_wrong_bits_are_seen_and_fail_the_command(capsys, registered, strategy):
     status, report = report_of(capsys, *SMALL)
     assert status == 1
     assert {one["variant"] for one in report["measurements"] if not one["right_bits"]} == {"spoilt"}
-    assert bench.main([*SMALL, "--strategies", "spoilt"]) == 1
+    assert cli.main(["bench", *SMALL, "--strategies", "spoilt"]) == 1
     out = capsys.readouterr().out
     assert out.count("WRONG") == 1
     assert out.count("equal") == len(BASELINES)
@@ -133,7 +132,7 @@ def test_what_cannot_run_is_listed_with_its_reason(capsys, registered):
     assert report["not_run"] == [
         {"elements": 5000, "dtype": "bfloat16", "variant": "refusing", "reason": "not on this machine"}
     ]
-    bench.main([*SMALL, "--strategies", "refusing"])
+    cli.main(["bench", *SMALL, "--strategies", "refusing"])
     assert "not run: refusing: not on this machine" in capsys.readouterr().out
 
 
@@ -161,7 +160,7 @@ def test_a_source_is_page_locked_for_its_own_variant_alone(capsys, registered, m
         (one["page_lock_seconds"] is None) == (one["variant"] not in page_lock) for one in report["measurements"]
     )
     assert simulated.pinned_bytes == 0
-    bench.main([*SMALL, "--strategies", "locking"])
+    cli.main(["bench", *SMALL, "--strategies", "locking"])
     memory = capsys.readouterr().out.partition("\nmemory\n")[2]
     row = next(line for line in memory.splitlines() if line.startswith("locking"))
     assert float(row.split()[3]) > 0
@@ -178,7 +177,7 @@ def test_an_accelerator_that_pins_nothing_has_a_sensible_table(capsys):
     for one in report["measurements"]:
         assert one["figures"]["share_of_link"] is None
         assert one["figures"]["times_deepspeed"] > 0
-    assert bench.main(arguments) == 0
+    assert cli.main(["bench", *arguments]) == 0
     assert "not run: link:" in capsys.readouterr().out
 
 
@@ -231,14 +230,16 @@ def test_figures_are_those_of_the_raw_seconds():
 @pytest.mark.slow
 def test_a_plot_is_a_picture(capsys, tmp_path):
     path = tmp_path / "rates.png"
-    assert bench.main([*SMALL, "--elements", "1000", "5000", "--strategies", "pageable", "--plot", str(path)]) == 0
+    assert (
+        cli.main(["bench", *SMALL, "--elements", "1000", "5000", "--strategies", "pageable", "--plot", str(path)]) == 0
+    )
     assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
 def test_a_plot_that_cannot_be_made_is_refused_before_anything_is_measured(capsys, tmp_path, monkeypatch):
     def refused(path):
         with pytest.raises(SystemExit) as caught:
-            bench.main([*SMALL, "--plot", str(path)])
+            cli.main(["bench", *SMALL, "--plot", str(path)])
         assert caught.value.code == 2
         return capsys.readouterr().err
 
@@ -262,7 +263,7 @@ def test_a_plot_that_cannot_be_made_is_refused_before_anything_is_measured(capsy
 )
 def test_wrong_arguments_end_with_status_2(capsys, arguments, message):
     with pytest.raises(SystemExit) as caught:
-        bench.main(arguments)
+        cli.main(["bench", *arguments])
     assert caught.value.code == 2
     printed = capsys.readouterr()
     assert message in printed.err
@@ -278,7 +279,7 @@ def test_a_configuration_gives_strategies_their_sections(capsys, tmp_path):
 
 def test_an_accelerator_that_is_not_here_is_one_sentence(capsys, monkeypatch):
     monkeypatch.setattr(get_accelerator("simulated"), "unavailable_reason", lambda: "It is at the repair shop.")
-    assert bench.main([*SMALL, "--json"]) == 1
+    assert cli.main(["bench", *SMALL, "--json"]) == 1
     printed = capsys.readouterr()
     assert printed.out == ""
     assert "It is at the repair shop." in printed.err

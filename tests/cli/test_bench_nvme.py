@@ -10,8 +10,7 @@ import torch
 
 from accelerators import deepspeed_aio, get_accelerator
 from tests.cli import strategies
-from transfer import NvmeSwappedConfig, StrategyUnavailableError, register_strategy, unregister_strategy
-from transfer.cli.bench_copy import command as bench
+from transfer import NvmeSwappedConfig, cli, register_strategy, unregister_strategy
 from transfer.cli.bench_copy import file_baselines as nvme_baselines
 from transfer.cli.bench_copy import report as copy_report
 from transfer.cli.bench_copy import variants as copy_variants
@@ -51,7 +50,7 @@ def no_aio(monkeypatch):
 
 
 def report_of(capsys, *arguments):
-    status = bench.main([*arguments, "--json"])
+    status = cli.main(["bench", *arguments, "--json"])
     return status, json.loads(capsys.readouterr().out)
 
 
@@ -83,7 +82,7 @@ def test_a_file_is_read_in_every_way(capsys, tmp_path, no_aio):
 
 
 def test_it_says_what_was_measured_on(capsys, tmp_path, no_aio):
-    assert bench.main([*SMALL, "--nvme", str(tmp_path), "--strategies", "nvme_swapped"]) == 0
+    assert cli.main(["bench", *SMALL, "--nvme", str(tmp_path), "--strategies", "nvme_swapped"]) == 0
     out = capsys.readouterr().out
     assert f"Files on {file_system(tmp_path)}" in out
     assert "raw read, 12 threads" in out
@@ -136,22 +135,6 @@ def test_memory_that_may_not_be_locked_is_a_reason_and_not_an_abort(capsys, tmp_
     }
 
 
-@needs_aio
-def test_what_is_locked_already_counts(simulated, tmp_path, monkeypatch):
-    swapped = swap_out(torch.randn(300_001), tmp_path)
-    locked = deepspeed_aio._locked_bytes()
-    monkeypatch.setattr(deepspeed_aio, "_lock_limit_bytes", lambda: locked + 2_000_000)
-    first, second = (nvme_baselines.AioRead(simulated, torch.bfloat16, 1) for _ in range(2))
-    first.prepare(swapped)
-    assert first.pinned_bytes <= deepspeed_aio._locked_bytes() - locked < first.pinned_bytes + 2**17
-    with pytest.raises(StrategyUnavailableError, match="may not lock"):
-        second.prepare(swapped)
-    first.close()
-    assert deepspeed_aio._locked_bytes() == locked
-    second.prepare(swapped)
-    second.close()
-
-
 def test_the_raw_read_reads_the_file(simulated, tmp_path):
     values = torch.randn(300_001)
     swapped = swap_out(values, tmp_path)
@@ -174,7 +157,7 @@ def test_strategies_restrict_the_rows(capsys, tmp_path, no_aio):
 
 def test_a_strategy_for_files_needs_some(capsys):
     with pytest.raises(SystemExit) as caught:
-        bench.main([*SMALL, "--strategies", "nvme_swapped"])
+        cli.main(["bench", *SMALL, "--strategies", "nvme_swapped"])
     assert caught.value.code == 2
     assert "nvme_swapped copies values from files: say where with --nvme DIR" in capsys.readouterr().err
     _, report = report_of(capsys, *SMALL)

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from tests.running import run_program
-from transfer.cli.bench_copy import command as bench
+from transfer import cli
 from transfer.cli.bench_zero3 import command as bench_zero3
 from transfer.cli.bench_zero3 import worker as zero3_worker
 from transfer.cli.bench_zero3.report import with_figures
@@ -48,7 +48,7 @@ def watched():
 def report(watched, monkeypatch, capsys):
     """What the command prints of it as JSON."""
     monkeypatch.setattr(bench_zero3, "launch", lambda *given, **how: watched)
-    assert bench.main(["zero3", *WORDS, "--ranks", "2", "--json"]) == 1
+    assert cli.main(["bench", "zero3", *WORDS, "--ranks", "2", "--json"]) == 1
     return json.loads(capsys.readouterr().out)
 
 
@@ -128,7 +128,7 @@ def test_what_cannot_run_is_listed_and_nothing_stays_pinned(watched):
 @pytest.mark.slow
 def test_the_table_shows_wrong_bits_and_what_page_locking_cost_and_fails_the_command(watched, capsys, monkeypatch):
     monkeypatch.setattr(bench_zero3, "launch", lambda *given, **how: watched)
-    assert bench.main(["zero3", "--layers", "1", "--hidden", "64", "--steps", "2"]) == 1
+    assert cli.main(["bench", "zero3", "--layers", "1", "--hidden", "64", "--steps", "2"]) == 1
     out = capsys.readouterr().out
     wrong = [one for one in watched["measurements"] if one["right_bits"] is False]
     assert out.count("WRONG") == len(wrong) > 0
@@ -204,7 +204,7 @@ def test_a_model_has_about_the_parameters_asked_for(wanted):
 )
 def test_wrong_arguments_end_with_status_2(capsys, arguments, message):
     with pytest.raises(SystemExit) as caught:
-        bench.main(["zero3", *arguments])
+        cli.main(["bench", "zero3", *arguments])
     assert caught.value.code == 2
     printed = capsys.readouterr()
     assert message in printed.err
@@ -217,7 +217,7 @@ def test_a_failing_rank_is_an_error_and_no_json(capsys, monkeypatch):
         raise RanksFailedError(f"{worker} failed on {ranks} ranks (exit status 1); see above")
 
     monkeypatch.setattr(bench_zero3, "launch", launch)
-    assert bench.main(["zero3", *WORDS, "--json"]) == 1
+    assert cli.main(["bench", "zero3", *WORDS, "--json"]) == 1
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.startswith("h2d bench: transfer.cli.bench_zero3.worker:measure failed on 1 ranks")

@@ -9,8 +9,7 @@ import torch
 
 from accelerators import deepspeed_aio
 from tests.running import run_program, run_python
-from transfer import StrategyUnavailableError
-from transfer.cli.bench_copy import command as bench
+from transfer import StrategyUnavailableError, cli
 from transfer.cli.bench_zero3 import on_nvme as zero3_bench_nvme
 from transfer.cli.bench_zero3 import report as zero3_report
 from transfer.nvme.mounts import file_system
@@ -90,7 +89,7 @@ def test_wrong_bits_are_seen_although_the_masters_are_in_files(tmp_path):
 
 def test_without_the_op_it_is_one_sentence(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(deepspeed_aio, "unavailable_reason", lambda: "The op is on holiday.")
-    assert bench.main(["zero3", "--accelerator", "simulated", "--nvme", str(tmp_path), "--json"]) == 1
+    assert cli.main(["bench", "zero3", "--accelerator", "simulated", "--nvme", str(tmp_path), "--json"]) == 1
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err == "h2d bench: --nvme needs DeepSpeed's aio op. The op is on holiday.\n"
@@ -99,13 +98,13 @@ def test_without_the_op_it_is_one_sentence(capsys, tmp_path, monkeypatch):
 
 def test_a_directory_that_cannot_be_made_is_told(capsys, monkeypatch):
     monkeypatch.setattr(deepspeed_aio, "unavailable_reason", lambda: None)
-    assert bench.main(["zero3", "--accelerator", "simulated", "--nvme", "/proc/nowhere"]) == 1
+    assert cli.main(["bench", "zero3", "--accelerator", "simulated", "--nvme", "/proc/nowhere"]) == 1
     assert "/proc/nowhere" in capsys.readouterr().err
 
 
 def test_a_pipeline_needs_a_directory(capsys):
     with pytest.raises(SystemExit) as caught:
-        bench.main(["zero3", "--nvme-pipeline"])
+        cli.main(["bench", "zero3", "--nvme-pipeline"])
     assert caught.value.code == 2
     assert "--nvme-pipeline goes with --nvme DIR" in capsys.readouterr().err
 

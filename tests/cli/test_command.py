@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests.running import ROOT
+from tests.running import ROOT, run_program
 from transfer import cli
 
 
@@ -62,3 +62,40 @@ def test_an_interrupted_command_ends_its_ranks(tmp_path):
             for _ in range(100):
                 os.kill(int(path.name), 0)
                 time.sleep(0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("end", "how"),
+    [
+        ("raise SystemExit(3)", "ended with exit status 3"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "was ended by SIGKILL"),
+    ],
+)
+def test_a_rank_that_fails_ends_the_others_and_is_told(tmp_path, end, how):
+    (tmp_path / "failing.py").write_text(
+        "import os, pathlib, signal, time\n"
+        "def run(options, ranks):\n"
+        "    pathlib.Path(options['pids'], str(os.getpid())).touch()\n"
+        "    ranks.barrier()\n"
+        "    if ranks.rank == 1:\n"
+        f"        {end}\n"
+        "    time.sleep(100)\n"
+    )
+    pids = tmp_path / "pids"
+    pids.mkdir()
+    options = {"pids": str(pids), "accelerator": "cpu"}
+    program = f"""
+        from transfer.cli.measuring.ranks import RanksFailedError, launch
+
+        try:
+            launch("failing:run", {options!r}, 2, threads=1)
+        except RanksFailedError as error:
+            print(error)
+        """
+    done = run_program(program, path=[tmp_path], timeout=90)
+    assert done.stdout == f"failing:run failed on 2 ranks (one {how}); see above\n", done.stderr[-4000:]
+    assert len(list(pids.iterdir())) == 2
+    for path in pids.iterdir():
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(path.name), 0)

@@ -1,6 +1,7 @@
 """``h2d demo``: two real trainings, and what people are told of them."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -10,6 +11,7 @@ import torch
 
 from tests.running import run_python
 from transfer import cli
+from transfer.cli.bench_zero3 import command as zero3_command
 from transfer.cli.demo import command as demo
 from transfer.cli.demo.report import show
 from transfer.cli.demo.worker import elements_that_differ
@@ -128,6 +130,32 @@ def test_a_lock_that_a_killed_compiler_left_is_not_waited_for(environment):
     reason = cpu_adam.compile_once(lambda sentence: pytest.fail(sentence))
     assert str(environment / "lock") in reason
     assert time.monotonic() - began < 5
+
+
+def test_a_compiler_that_works_is_waited_for_and_told_of(environment):
+    """Nothing but a process that works in the folder, and takes the lock away after two seconds."""
+    environment.mkdir()
+    (environment / "lock").touch()
+    (environment / "cpu_adam.so").touch()
+    program = "import os, time; time.sleep(2.5); os.unlink('lock')"
+    with subprocess.Popen([sys.executable, "-c", program], cwd=environment) as compiler:
+        said = []
+        assert cpu_adam.compile_once(said.append) is None
+        assert not (environment / "lock").exists()
+    assert compiler.returncode == 0
+    assert said == [f"Another process compiles CPU Adam in {environment}: this one waits, half an hour at most."]
+
+
+def test_the_benchmark_of_steps_ends_where_a_lock_was_left(environment, monkeypatch, capsys):
+    environment.mkdir()
+    (environment / "lock").touch()
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setenv("PATH", os.environ["PATH"])  # the command puts ninja's folder before it
+    monkeypatch.setattr(zero3_command, "launch", lambda *_, **__: pytest.fail("ranks would wait for ever"))
+    assert cli.main(["bench", "zero3", "--accelerator", "simulated"]) == 1
+    told = capsys.readouterr().err
+    assert f"delete {environment / 'lock'}" in told
+    assert "--optimizer adamw" in told
 
 
 def test_what_is_compiled_is_used_and_a_failing_compiler_is_quoted(environment, monkeypatch):

@@ -9,7 +9,7 @@ import torch
 from accelerators import get_accelerator
 from accelerators.simulated import SimulatedAccelerator
 from accelerators.testing import failing
-from transfer import MachineProfile, PageableTransfer, load_config
+from transfer import MachineProfile, PageableTransfer, cli, load_config
 from transfer.cli.measuring.copies import Case, Variant, refusal
 from transfer.cli.measuring.ranks import Ranks, RanksFailedError
 from transfer.cli.tune import command as tune
@@ -52,7 +52,7 @@ def worker(monkeypatch):
 @pytest.mark.slow
 def test_writes_the_profile(tmp_path, capsys):
     file = tmp_path / "profile.yaml"
-    assert tune.main([*TINY, "--threads", "1", "--output", str(file)]) == 0
+    assert cli.main(["tune", *TINY, "--threads", "1", "--output", str(file)]) == 0
     profile = MachineProfile.load(file)
     assert [entry.strategy for entry in profile.copies] == NAMES
     assert [entry.settings.get("chunk_elements") for entry in profile.copies] == [2000, 1000, None]
@@ -72,7 +72,7 @@ def test_writes_the_profile(tmp_path, capsys):
 
 
 def test_tells_a_configuration_that_can_be_loaded(tmp_path, capsys):
-    assert tune.main(TINY) == 0
+    assert cli.main(["tune", *TINY]) == 0
     assert default_path().exists()
     out = capsys.readouterr().out
     text = out[out.index("transfer:") : out.index("\nWritten to")]
@@ -84,7 +84,7 @@ def test_tells_a_configuration_that_can_be_loaded(tmp_path, capsys):
 
 
 def test_json(capsys):
-    assert tune.main([*TINY, "--json"]) == 0
+    assert cli.main(["tune", *TINY, "--json"]) == 0
     reported = json.loads(capsys.readouterr().out)
     assert reported["file"] == str(default_path())
     assert MachineProfile.model_validate(reported["profile"]) == MachineProfile.load()
@@ -135,17 +135,17 @@ def test_ranks_and_threads_reach_the_launch(monkeypatch, capsys):
         raise RanksFailedError("not really")
 
     monkeypatch.setattr(tune, "launch", launch)
-    assert tune.main([*TINY, "--ranks", "2", "--threads", "3", "--elements", "5000", "500", "500"]) == 1
+    assert cli.main(["tune", *TINY, "--ranks", "2", "--threads", "3", "--elements", "5000", "500", "500"]) == 1
     assert capsys.readouterr().err == "h2d tune: not really\n"
 
 
 def test_nothing_to_tune_on_the_host_itself(capsys):
-    assert tune.main(["--accelerator", "cpu"]) == 0
+    assert cli.main(["tune", "--accelerator", "cpu"]) == 0
     assert capsys.readouterr().out == (
         "Nothing to tune on cpu: every copy is `pageable`. The CPU accelerator computes in host memory, so there is "
         "no device to pin it for.\n"
     )
-    assert tune.main(["--accelerator", "cpu", "--json"]) == 0
+    assert cli.main(["tune", "--accelerator", "cpu", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["file"] is None
     assert not default_path().exists()
 
@@ -155,7 +155,7 @@ def test_nothing_to_tune_on_the_host_itself(capsys):
     [([*TINY, "--output", "/proc/place.yaml"], "cannot be written"), (["--accelerator", "xpu"], "xpu")],
 )
 def test_failures_are_told(arguments, complaint, capsys):
-    assert tune.main(arguments) == 1
+    assert cli.main(["tune", *arguments]) == 1
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("h2d tune: ")
@@ -174,7 +174,7 @@ def test_failures_are_told(arguments, complaint, capsys):
 )
 def test_wrong_arguments(wrong, complaint, capsys):
     with pytest.raises(SystemExit) as caught:
-        tune.main([*TINY, *wrong])
+        cli.main(["tune", *TINY, *wrong])
     assert caught.value.code == 2
     assert complaint in capsys.readouterr().err
 

@@ -7,9 +7,8 @@ import os
 import pytest
 import torch
 
-from transfer import MachineProfile, SwapError, load_config
+from transfer import MachineProfile, SwapError, cli, load_config
 from transfer.cli.measuring.ranks import Ranks
-from transfer.cli.tune import command as tune
 from transfer.cli.tune import drive as tune_drive
 from transfer.cli.tune import report as tune_report
 from transfer.cli.tune.drive import REQUESTS, THREADS, Bounds, measure_drive
@@ -40,7 +39,7 @@ def files_in(directory):
 
 def test_every_combination_is_measured_and_kept(tmp_path, capsys):
     file, directory = tmp_path / "profile.yaml", tmp_path / "drive"
-    assert tune.main([*TINY, "--output", str(file), "--nvme", str(directory)]) == 0
+    assert cli.main(["tune", *TINY, "--output", str(file), "--nvme", str(directory)]) == 0
     drive = MachineProfile.load(file).drive
     assert drive.file_system == file_system(directory)
     assert [(one.request_bytes, one.threads) for one in drive.rates] == CELLS
@@ -57,14 +56,14 @@ def test_every_combination_is_measured_and_kept(tmp_path, capsys):
 
 def test_nothing_of_drives_without_being_asked(capsys, monkeypatch):
     monkeypatch.setattr("transfer.cli.tune.worker.measure_drive", lambda *_given: pytest.fail("measured a drive"))
-    assert tune.main([*TINY, "--json"]) == 0
+    assert cli.main(["tune", *TINY, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["profile"]["drive"] is None
     assert "nvme_swapped" not in tune_report.config_yaml(MachineProfile.load())
 
 
 def test_where_o_direct_is_refused_it_says_so(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(tune_drive, "goes_past_the_cache", lambda _attempt: False)
-    assert tune.main([*TINY, "--nvme", str(tmp_path)]) == 0
+    assert cli.main(["tune", *TINY, "--nvme", str(tmp_path)]) == 0
     assert MachineProfile.load().drive.direct is False
     out = " ".join(capsys.readouterr().out.split())
     assert "through the page cache, as O_DIRECT is refused: not the drive's own rates" in out
@@ -106,7 +105,7 @@ def test_the_file_goes_whatever_happens(tmp_path, monkeypatch, call, error, afte
 
 
 def test_a_directory_that_cannot_be_written_is_told(capsys):
-    assert tune.main([*TINY, "--nvme", "/proc/nowhere"]) == 1
+    assert cli.main(["tune", *TINY, "--nvme", "/proc/nowhere"]) == 1
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.startswith("h2d tune: ")
@@ -114,7 +113,7 @@ def test_a_directory_that_cannot_be_written_is_told(capsys):
 
 
 def test_a_host_without_a_device_is_told_what_was_left_out(capsys, tmp_path):
-    assert tune.main(["--accelerator", "cpu", "--nvme", str(tmp_path)]) == 0
+    assert cli.main(["tune", "--accelerator", "cpu", "--nvme", str(tmp_path)]) == 0
     assert "The drive was not measured either." in capsys.readouterr().out
 
 

@@ -326,6 +326,49 @@ def test_a_leftover_that_cannot_be_read_stops_no_write(root, garbage):
     assert dead.exists() == (garbage is None)
 
 
+@pytest.mark.parametrize(
+    "odd", ["pipe", "endless", "dangling", "links", "lock is a pipe", "lock is a link", "no access"]
+)
+def test_odd_things_in_a_leftover_stop_no_write_and_reach_nothing_else(root, odd):
+    """Instead of what a run has left there: in a program, as a pipe without another end would block for ever."""
+    dead, mine = root / "h2d-swap-rank0-pid1-abc", root.parent / "mine"
+    dead.mkdir(parents=True)
+    mine.mkdir()
+    (mine / "data").write_text("mine")
+    (dead / "lock").touch()
+    match odd:
+        case "pipe":
+            os.mkfifo(dead / "machine")
+        case "endless":
+            (dead / "machine").symlink_to("/dev/zero")
+        case "dangling":
+            (dead / "tensor-0.swap").symlink_to(dead / "nowhere")
+        case "links":
+            (dead / "tensor-0.swap").symlink_to(mine / "data")
+            (dead / "more").symlink_to(mine)
+        case "lock is a pipe":
+            (dead / "lock").unlink()
+            os.mkfifo(dead / "lock")
+        case "lock is a link":
+            (dead / "lock").unlink()
+            (dead / "lock").symlink_to(mine / "data")
+        case "no access":
+            dead.chmod(0)
+    done = run(
+        """
+        swapped = swap_out(torch.ones(3), root)
+        assert nvme.swap_in(swapped).tolist() == [1, 1, 1]
+        """,
+        root,
+        timeout=20,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (mine / "data").read_text() == "mine"
+    if dead.exists():
+        dead.chmod(0o700)
+    assert dead.exists() == (odd in ("endless", "lock is a link") or (odd == "no access" and os.geteuid() != 0))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [".h2d-swap-lock", "h2d-swap-rank0-pid1-abc/lock", ".h2d-swap-rank0-pid1-abc/lock"])
 def test_a_lock_that_another_process_holds_is_not_waited_for(root, name):

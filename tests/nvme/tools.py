@@ -61,7 +61,8 @@ def same_bits(left, right):
     """Whether two host tensors have the same dtype, shape and bytes."""
 
     def raw(tensor):
-        return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+        plain = tensor.detach().resolve_conj().resolve_neg()
+        return plain.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)  # of plain strides too
 
     return left.dtype == right.dtype and left.shape == right.shape and torch.equal(raw(left), raw(right))
 

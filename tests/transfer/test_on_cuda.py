@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from accelerators.testing import accelerator_or_skip
+from tests.running import run_program
 from transfer import PageableTransfer, PinnedStagedTransfer, build_transfer
+from transfer.errors import GraphCaptureError
 
 
 @pytest.fixture
@@ -96,3 +98,87 @@ def test_values_are_right_behind_a_busy_stream(cuda):
             copy.wait()
             assert torch.equal(destination.cpu(), source.bfloat16())
         transfer.close()
+
+
+@pytest.mark.parametrize("strategy", ["pageable", "pinned_staged", "pinned_direct"])
+def test_a_graph_that_is_captured_stays_whole_and_so_does_the_transfer(cuda, strategy):
+    source, destination = torch.randn(2**20), cuda.device_empty(2**20, dtype=torch.bfloat16)
+    transfer = build_transfer({"strategy": strategy}, cuda)
+    transfer.prepare(source)
+    transfer.copy(destination, source)
+    ones, graph = torch.ones(1000, device="cuda"), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        twice = ones * 2
+        for ask in (transfer.submit, transfer.copy):
+            with pytest.raises(GraphCaptureError):
+                ask(destination, source)
+    ones.fill_(3)
+    graph.replay()
+    assert (twice == 6).all()
+    destination.fill_(-1)
+    transfer.copy(destination, source)
+    assert torch.equal(destination.cpu(), source.bfloat16())
+    transfer.close()
+    assert transfer.pinned_bytes == 0
+
+
+def test_two_transfers_in_two_threads(cuda):
+    wrong = []
+
+    def work(seed):
+        generator = torch.Generator().manual_seed(seed)
+        with build_transfer({"strategy": "pinned_direct"}, cuda) as transfer, torch.cuda.stream(torch.cuda.Stream()):
+            sources = [torch.randn(2**20 + seed, generator=generator) for _ in range(4)]
+            destinations = [cuda.device_empty(2**20 + seed, dtype=torch.bfloat16) for _ in sources]
+            for source in sources[:2]:  # the other ones are staged
+                transfer.prepare(source)
+            for _ in range(25):
+                copies = [transfer.submit(*pair) for pair in zip(destinations, sources, strict=True)]
+                for copy, destination, source in zip(copies, destinations, sources, strict=True):
+                    copy.wait()
+                    if not torch.equal(destination.cpu(), source.bfloat16()):
+                        wrong.append(seed)
+                    source.add_(1)
+
+    threads = [threading.Thread(target=work, args=(seed,), daemon=True) for seed in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert not any(thread.is_alive() for thread in threads)
+    assert not wrong
+
+
+def test_a_fork_after_page_locking(cuda):
+    done = run_program(
+        """
+        import os, torch
+        from accelerators import get_accelerator
+        from transfer import build_transfer
+        from transfer.errors import ForkedProcessError
+
+        cuda = get_accelerator("cuda")
+        transfer = build_transfer({"strategy": "pinned_direct"}, cuda)
+        source = torch.arange(2.0**20)
+        destination = cuda.device_empty(2**20, dtype=torch.bfloat16)
+        transfer.prepare(source)
+        transfer.copy(destination, source)
+        child = os.fork()
+        if child == 0:
+            try:
+                transfer.copy(destination, source)
+            except ForkedProcessError:
+                transfer.close()
+                os._exit(7 if source[-1].item() == 2**20 - 1 else 1)  # OpenMP does not survive a fork
+            os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        source.add_(1)
+        transfer.copy(destination, source)
+        assert torch.equal(destination.cpu(), source.bfloat16())
+        transfer.close()
+        assert transfer.pinned_bytes == 0
+        """,
+        forked=False,
+        tear_down=True,
+    )
+    assert done.returncode == 0, done.stderr

@@ -4,8 +4,9 @@ import pytest
 
 from tests.zero3 import cpu_adam_build
 from tests.zero3.stand_ins import COPY_BACK, SECTION, Engine, Stage3, SuperOffload, engine_of
+from tests.zero3.swapping import SwappingStage3
 from transfer import zero3
-from transfer.zero3 import stage3
+from transfer.zero3 import known_code, stage3
 from transfer.zero3.attachments import attachments
 
 
@@ -34,6 +35,12 @@ def cpu_adam(why_no_cpu_adam):
     cpu_adam_build.ask_the_cpu_once()
     CPUAdamBuilder().load(verbose=False)  # it looks for compilers once in each process, which takes seconds
     return DeepSpeedCPUAdam
+
+
+@pytest.fixture(autouse=True)
+def _stand_ins_are_deepspeeds(monkeypatch):
+    """Code of the stand-ins counts as DeepSpeed's; that of the tests does not."""
+    monkeypatch.setattr(known_code, "PACKAGES", known_code.PACKAGES | {Stage3.__module__, SwappingStage3.__module__})
 
 
 @pytest.fixture(autouse=True)

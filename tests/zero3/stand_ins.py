@@ -66,13 +66,20 @@ class SteppingStage3(Stage3):
         if self.overflow:
             return
         for sub_group_id in range(len(self.fp32_partitioned_groups_flat)):
-            if self.swap_buffer is not None:
-                self.swap_buffer.copy_(self.on_disk[sub_group_id])
-                self.fp32_partitioned_groups_flat[sub_group_id].data = self.swap_buffer
+            self._prepare_sub_group(sub_group_id, set())
+            self.unscale_and_clip_grads(sub_group_id, 1.0)
             self._optimizer_step(sub_group_id)
             self._reassign_or_swap_out_partitioned_parameters(sub_group_id)
             self._release_sub_group(sub_group_id, set())
         self._post_step(set())
+
+    def _prepare_sub_group(self, sub_group_id, timer_names):
+        if self.swap_buffer is not None:
+            self.swap_buffer.copy_(self.on_disk[sub_group_id])
+            self.fp32_partitioned_groups_flat[sub_group_id].data = self.swap_buffer
+
+    def unscale_and_clip_grads(self, sub_group_id, total_norm):
+        self.clipped = sub_group_id
 
     def _optimizer_step(self, sub_group_id):
         self.seen_at_update.append(self.values())
@@ -92,6 +99,41 @@ class SteppingStage3(Stage3):
     def _post_step(self, timer_names):
         self.calls.append("post")
         self.seen_at_gather = self.values()
+
+
+class UpdatesTwice(SteppingStage3):
+    """Updates its first sub-group once more, before that sub-group's copy is waited for; that update raises."""
+
+    def step(self, closure=None):
+        self._optimizer_step(0)
+        self._reassign_or_swap_out_partitioned_parameters(0)
+        self.raise_at = (0, RuntimeError("diverged"))
+        self._optimizer_step(0)
+
+
+class Op:
+    """CPU Adam's op, whose update adds one; ``at`` is called after so many updates."""
+
+    def __init__(self):
+        self.updated, self.at = [], {}
+
+    def adam_update(self, parameters, *_):
+        parameters.add_(1)
+        self.updated.append(parameters.numel())
+        self.at.pop(len(self.updated), lambda: None)()
+
+
+class TiledStage3(SteppingStage3):
+    """Updates by way of an op, as CPU Adam does."""
+
+    def __init__(self, simulated, sub_groups=3):
+        super().__init__(simulated, sub_groups)
+        self.optimizer = types.SimpleNamespace(ds_opt_adam=Op(), step=lambda: None)
+
+    def _optimizer_step(self, sub_group_id):
+        self.seen_at_update.append(self.values())
+        master = self.fp32_partitioned_groups_flat[sub_group_id].data
+        self.optimizer.ds_opt_adam.adam_update(master, *(torch.zeros(8) for _ in range(3)))
 
 
 class SuperOffload(Stage3):

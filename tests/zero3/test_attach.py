@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from accelerators.simulated import SimulatedAccelerator
-from tests.zero3.stand_ins import COPY_BACK, Spy, Stage3, SuperOffload, copy_backs, engine_of
+from tests.zero3.stand_ins import COPY_BACK, SECTION, Spy, Stage3, SuperOffload, chunk, copy_backs, engine_of
 from transfer import AttachError, TransferError, build_transfer, zero3
+from transfer.testing.refusals import Wrapped
 from transfer.zero3.attachments import attachments
 
 
@@ -230,6 +231,64 @@ def test_framework_wrappers_are_looked_through(simulated):
     zero3.attach(wrapped, spy)
     optimizer._reassign_or_swap_out_partitioned_parameters(0)
     assert copy_backs(spy) == [0.0]
+
+
+class Wrapper:
+    """What a framework gives in place of an engine."""
+
+    def __init__(self, name, inner):
+        setattr(self, name, inner)
+
+
+class RaisesBeforeSetup:
+    """A framework's object with a property that is not ready yet."""
+
+    def __init__(self, engine):
+        self.engine = engine
+
+    @property
+    def optimizer(self):
+        raise RuntimeError("call setup() first")
+
+
+@pytest.mark.parametrize("name", ["optimizer", "engine", "module", "deepspeed_engine", "deepspeed_engine_wrapped"])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_wrappers_of_engines_are_looked_through(simulated, name, depth):
+    """Accelerate's have `.engine`, those of torch `.module`, Lightning's strategy `.deepspeed_engine`."""
+    optimizer, spy = Stage3(simulated), Spy(simulated)
+    wrapped = engine_of(optimizer)
+    for _ in range(depth):
+        wrapped = Wrapper(name, wrapped)
+    zero3.attach(wrapped, spy)
+    optimizer._reassign_or_swap_out_partitioned_parameters(0)
+    assert copy_backs(spy) == [0.0]
+    zero3.detach(wrapped)
+    optimizer._reassign_or_swap_out_partitioned_parameters(0)
+    assert optimizer.calls[-1] == ("deepspeed", 0)
+
+
+@pytest.mark.usefixtures("engine")
+def test_a_wrappers_engine_brings_its_own_configuration(simulated):
+    made_with = engine_of(Stage3(simulated), host_to_device_transfer=SECTION)
+    assert chunk(zero3.attach(RaisesBeforeSetup(Wrapper("module", made_with)))) == 3
+
+
+def test_what_holds_no_engine_is_told_what_to_pass(simulated):
+    with pytest.raises(AttachError, match="pass what deepspeed.initialize returned"):
+        zero3.attach(Wrapper("model", engine_of(Stage3(simulated))))
+    engine = {"monitor": None, "global_samples": 0, "module": engine_of(Stage3(simulated))}
+    wrong_stage = types.SimpleNamespace(optimizer=ZeroTwo(), **engine)
+    with pytest.raises(AttachError, match=r"its optimizer is ZeroTwo; set `zero_optimization.stage` to 3"):
+        zero3.attach(Wrapper("engine", wrong_stage))
+
+
+def test_partitions_without_memory_of_their_own_are_deepspeeds(simulated):
+    optimizer, spy = Stage3(simulated), Spy(simulated)
+    optimizer.fp32_partitioned_groups_flat[0] = Wrapped(torch.arange(8.0))
+    zero3.attach(optimizer, spy)
+    for sub_group_id in range(2):
+        optimizer._reassign_or_swap_out_partitioned_parameters(sub_group_id)
+    assert optimizer.calls == [("deepspeed", 0), ("unflatten", 1)]
 
 
 def test_an_instance_patch_of_other_code_is_not_overwritten(simulated):

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from accelerators.simulated import SimulatedAccelerator
-from tests.zero3.stand_ins import Spy, Stage3, SteppingStage3, engine_of
-from transfer import InvalidTensorError, TransferConfig, build_transfer, zero3
+from tests.zero3.stand_ins import Spy, Stage3, SteppingStage3, UpdatesTwice, engine_of
+from transfer import FallbackWarning, InvalidTensorError, TransferConfig, build_transfer, zero3
+from transfer.memory.own_memory import LEAST_BYTES
 from transfer.zero3 import stage3
 
 DIRECT = {"strategy": "pinned_direct", "pinned_direct": {"mapped": False, "chunk_elements": 3}, "fallback": False}
@@ -66,16 +67,6 @@ def test_an_exception_in_the_optimizer_leaves_nothing_in_flight(simulated, optim
     optimizer.raise_at = None
     optimizer.step()
     assert optimizer.values() == [after(0, 2), after(1, 2), after(2, 2)]  # the update that raised had been made
-
-
-class UpdatesTwice(SteppingStage3):
-    """Updates its first sub-group once more, before that sub-group's copy is waited for; that update raises."""
-
-    def step(self, closure=None):
-        self._optimizer_step(0)
-        self._reassign_or_swap_out_partitioned_parameters(0)
-        self.raise_at = (0, RuntimeError("diverged"))
-        self._optimizer_step(0)
 
 
 def test_an_update_waits_for_the_copy_that_reads_its_master(simulated):
@@ -150,15 +141,105 @@ def test_masters_are_page_locked_at_attach_and_again_when_rebound(simulated, opt
     assert transfer.stats()["pinned_direct"].copies == 6
 
 
-def test_each_storage_is_prepared_once(simulated, optimizer):
+def test_zero3_moves_the_masters_that_will_be_page_locked(simulated):
+    numel = LEAST_BYTES // 4
+
+    def made():
+        optimizer = SteppingStage3(simulated)
+        optimizer.fp32_partitioned_groups_flat = [torch.nn.Parameter(torch.arange(float(numel))) for _ in range(2)]
+        optimizer.fp16_partitioned_groups_flat = [simulated.device_empty(numel, dtype=torch.bfloat16) for _ in range(2)]
+        return optimizer, [each.data_ptr() for each in optimizer.fp32_partitioned_groups_flat]
+
+    for config, moves in (("pinned_direct", True), ("pinned_staged", False)):
+        optimizer, before = made()
+        view = optimizer.fp32_partitioned_groups_flat[1][:3]
+        transfer = build_transfer({"strategy": config}, simulated)
+        zero3.attach(optimizer, transfer)
+        after = [each.data_ptr() for each in optimizer.fp32_partitioned_groups_flat]
+        assert [was != now for was, now in zip(before, after, strict=True)] == [moves, False]
+        assert transfer.page_locked_bytes == (2 * 4 * numel if moves else 0)
+        optimizer.step()
+        expected = torch.arange(float(numel)).add(1).bfloat16()
+        assert all(torch.equal(each, expected) for each in optimizer.fp16_partitioned_groups_flat)
+        assert view.tolist() == [1, 2, 3]
+        zero3.detach(optimizer)
+        assert transfer.page_locked_bytes == 0
+        assert torch.equal(optimizer.fp32_partitioned_groups_flat[0].detach(), torch.arange(float(numel)).add(1))
+        transfer.close()
+    assert simulated.pinned_bytes == 0
+
+
+def test_the_transfer_is_asked_in_each_step(simulated, optimizer):
+    """It alone knows what it holds: what an attachment knew would be wrong after `close`, or once memory is free."""
     spy = Spy(simulated)
     zero3.attach(optimizer, spy)
-    for _ in range(2):
-        optimizer.step()
     assert [entry[1] for entry in spy.log if entry[0] == "prepare"] == [0.0, 1.0, 2.0]
-    optimizer.fp32_partitioned_groups_flat[0].data = torch.full((8,), 40.0)
     optimizer.step()
-    assert [entry[1] for entry in spy.log if entry[0] == "prepare"] == [0.0, 1.0, 2.0, 41.0]
+    assert [entry[1] for entry in spy.log if entry[0] == "prepare"][3:] == [1.0, 2.0, 3.0]
+
+
+def counts(transfer):
+    return {name: stats.copies for name, stats in transfer.stats().items() if stats.copies}
+
+
+@pytest.mark.parametrize("fallback", [True, False])
+@pytest.mark.parametrize("how", ["another engine destroyed", "closed between steps"])
+def test_a_transfer_that_was_closed_page_locks_again(simulated, fallback, how):
+    one, other = SteppingStage3(simulated), SteppingStage3(simulated)
+    transfer = build_transfer({**DIRECT, "fallback": fallback}, simulated)
+    for each in (one, other):
+        zero3.attach(engine_of(each), transfer)
+    other.step()
+    if how == "closed between steps":
+        transfer.close()
+    else:
+        one.destroy()
+    for _ in range(2):
+        other.step()
+    assert counts(transfer) == {"pinned_direct": 6}
+    assert other.values() == [after(0, 3), after(1, 3)]
+    zero3.detach(engine_of(one))
+    zero3.detach(engine_of(other))
+    assert simulated.pinned_bytes == 0
+
+
+def test_a_refusal_that_passes_is_forgotten(simulated, optimizer):
+    simulated.pin_limit_bytes = 0
+    transfer = build_transfer({**DIRECT, "fallback": True}, simulated)
+    with pytest.warns(FallbackWarning):
+        zero3.attach(optimizer, transfer)
+    optimizer.step()
+    assert transfer.page_locked_bytes == 0
+    simulated.pin_limit_bytes = None
+    optimizer.step()
+    assert transfer.page_locked_bytes == 3 * 32
+    assert counts(transfer)["pinned_direct"] == 3
+
+
+def test_a_master_that_was_replaced_is_given_back_though_its_storage_lives(simulated, optimizer):
+    transfer = build_transfer(DIRECT, simulated)
+    zero3.attach(optimizer, transfer)
+    kept = []
+    for _ in range(3):
+        kept.append(optimizer.fp32_partitioned_groups_flat[0])
+        optimizer.fp32_partitioned_groups_flat[0] = kept[-1].clone()
+        optimizer.step()
+        assert transfer.page_locked_bytes == simulated.pinned_bytes == 3 * 32
+    zero3.detach(optimizer)
+    assert simulated.pinned_bytes == 0
+
+
+def test_two_masters_in_one_storage_keep_it_page_locked(simulated, optimizer):
+    both = torch.arange(16.0)
+    optimizer.fp32_partitioned_groups_flat[:2] = [both[:8], both[8:]]
+    transfer = build_transfer(DIRECT, simulated)
+    zero3.attach(optimizer, transfer)
+    optimizer.fp32_partitioned_groups_flat[0] = torch.arange(8.0)
+    optimizer.step()
+    assert simulated.is_pinned(both)
+    assert counts(transfer) == {"pinned_direct": 3}
+    zero3.detach(optimizer)
+    assert simulated.pinned_bytes == 0
 
 
 def test_swap_buffers_are_released_before_deepspeed_reuses_them(simulated, optimizer):

@@ -1,13 +1,12 @@
 """What a step asks once, and what changes in the middle of it: on a stand-in, copies as late as may be."""
 
 import functools
-import types
 
 import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from tests.zero3.stand_ins import SteppingStage3
+from tests.zero3.stand_ins import SteppingStage3, TiledStage3
 from tests.zero3.test_deferred import BEFORE, DIRECT, STAGED, after
 from transfer import build_transfer, zero3
 from transfer.zero3 import plan, tiles
@@ -136,35 +135,10 @@ def renamed_end(self, closure=None):
     self._finish_step(set())
 
 
-class Op:
-    """CPU Adam's op, whose update adds one; ``at`` is called after so many updates."""
-
-    def __init__(self):
-        self.updated, self.at = [], {}
-
-    def adam_update(self, parameters, *_):
-        parameters.add_(1)
-        self.updated.append(parameters.numel())
-        self.at.pop(len(self.updated), lambda: None)()
-
-
-class TiledStage3(SteppingStage3):
-    """Updates by way of an op, as CPU Adam does."""
-
-    def __init__(self, simulated, sub_groups=3):
-        super().__init__(simulated, sub_groups)
-        self.optimizer = types.SimpleNamespace(ds_opt_adam=Op(), step=lambda: None)
-
-    def _optimizer_step(self, sub_group_id):
-        self.seen_at_update.append(self.values())
-        master = self.fp32_partitioned_groups_flat[sub_group_id].data
-        self.optimizer.ds_opt_adam.adam_update(master, *(torch.zeros(8) for _ in range(3)))
-
-
 @pytest.fixture
 def tiled(simulated, monkeypatch):
     """A stand-in whose last sub-group is updated in tiles of 4, 2 and 2 elements."""
-    monkeypatch.setattr(plan, "can_tile", lambda optimizer: True)
+    monkeypatch.setattr(plan, "updates_in_parts", lambda optimizer: True)
     monkeypatch.setattr(tiles, "ALIGNMENT_ELEMENTS", 2)
     monkeypatch.setattr(tiles, "SMALLEST_ELEMENTS", 2)
     return TiledStage3(simulated)

@@ -1,5 +1,7 @@
 """Where the configuration comes from: argument, environment, DeepSpeed config, defaults."""
 
+import types
+
 import pytest
 
 from tests.zero3.stand_ins import Stage3, chunk, engine_of
@@ -63,7 +65,16 @@ def test_mistakes_in_the_deepspeed_config_leave_the_engine_alone(simulated, engi
 
 
 @pytest.mark.parametrize(
-    ("device", "ratio", "refused"), [("nvme", 0.5, True), ("nvme", 1.0, False), ("cpu", 0.5, False)]
+    ("device", "ratio", "refused"),
+    [
+        ("nvme", 0.5, True),
+        ("nvme", "0.5", True),
+        ("nvme", 1.0, False),
+        ("nvme", "1.0", False),
+        ("nvme", "auto", False),
+        ("cpu", 0.5, False),
+        ("cpu", "0.5", False),
+    ],
 )
 def test_a_ratio_needs_offload_to_the_host(simulated, engine, device, ratio, refused):
     zero = {"stage": 3, "offload_optimizer": {"device": device, "ratio": ratio}}
@@ -71,6 +82,17 @@ def test_a_ratio_needs_offload_to_the_host(simulated, engine, device, ratio, ref
     if not refused:
         zero3.attach(other)
         return
+    with pytest.raises(ConfigError, match=r"offload_optimizer\.ratio: found 0\.5 .*only `device: cpu`"):
+        zero3.attach(other)
+
+
+def test_what_deepspeed_has_understood_counts_and_not_what_was_written(simulated, engine):
+    """As for a config that a framework has filled in, or that DeepSpeed has read from a file."""
+    from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig
+
+    other = engine_of(Stage3(simulated), zero_optimization={"offload_optimizer": {"device": "cpu"}})
+    offload = DeepSpeedZeroOffloadOptimizerConfig(device="nvme", ratio="0.5")
+    other._config.zero_config = types.SimpleNamespace(offload_optimizer=offload)
     with pytest.raises(ConfigError, match=r"offload_optimizer\.ratio: found 0\.5 .*only `device: cpu`"):
         zero3.attach(other)
 

@@ -5,6 +5,7 @@ import gc
 import pytest
 
 from accelerators.testing import failing
+from tests.transfer.direct_tools import Recorder
 from tests.zero3.stand_ins import Spy
 from tests.zero3.swapping import SwappingStage3
 from tests.zero3.test_deferred import BEFORE, DIRECT, STAGED, after
@@ -34,11 +35,10 @@ def test_the_device_reads_the_buffers_themselves_which_are_page_locked_once(simu
     zero3.attach(optimizer, transfer)
     in_memory = 8 * 4
     assert simulated.pinned_bytes == BUFFERS_BYTES + in_memory
-    prepared = []
-    transfer.prepare = lambda source: prepared.append(source)
+    recorder = Recorder(simulated)
     for _ in range(2):
         optimizer.step()
-    assert prepared == []
+    assert recorder.registered == recorder.unregistered == []
     assert transfer.stats()["pinned_direct"].copies == 6
     assert simulated.pinned_bytes == BUFFERS_BYTES + in_memory
     zero3.detach(optimizer)

@@ -15,7 +15,10 @@ COMMANDS = {
         "measure strategies and baselines; `h2d bench zero3` measures whole steps",
     ),
     "demo": ("transfer.cli.demo.command", "train a small model here and compare every bit with DeepSpeed alone"),
-    "run": ("transfer.cli.run", "run a training script with every ZeRO-3 engine attached, without a change to it"),
+    "run": (
+        "transfer.cli.run",
+        "run a training script, unchanged, with every ZeRO-3 engine attached, in all its processes",
+    ),
     "tune": ("transfer.cli.tune.command", "measure this machine and write the profile that `strategy: measured` uses"),
 }
 
@@ -39,6 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except KeyboardInterrupt:
             print(f"h2d {given[0]}: interrupted", file=sys.stderr)
             return 130
+        except _foreseen(given[0]) as error:
+            print(f"h2d {given[0]}: {error}", file=sys.stderr)
+            return 1
         return status
     if given and given[0] == "--version":
         print(f"host-to-device-transfer {importlib.metadata.version('host-to-device-transfer')}")
@@ -51,3 +57,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     lines = "\n".join(f"  {name:8}{summary}" for name, (_, summary) in COMMANDS.items())
     print(f"usage: h2d COMMAND [options]\n\n{lines}\n\n`h2d COMMAND --help` lists its options.")
     return 0 if not given or given[0] in ("-h", "--help") else 2
+
+
+def _foreseen(command: str) -> tuple[type[Exception], ...]:
+    """What ends a command with one line in place of a traceback. What a training script raises is its own."""
+    if command == "run":
+        return ()
+    from accelerators import AcceleratorError
+
+    from ..errors import TransferError
+    from .measuring.ranks import RanksFailedError
+
+    return TransferError, AcceleratorError, RanksFailedError

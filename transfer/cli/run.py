@@ -1,51 +1,128 @@
-"""``h2d run train.py ...``: a training script as it is, with every ZeRO-3 engine attached."""
+"""``h2d run train.py ...``: a program as it is, with every ZeRO-3 engine attached in it and in what it starts."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
-import runpy
+import itertools
+import os
+import re
+import shlex
+import shutil
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..config_file import ENVIRONMENT_VARIABLE, environment_path, resolve_config
 from ..errors import ConfigError
+
+#: Holds the ``sitecustomize`` that every process below runs when it begins.
+BOOTSTRAP = Path(__file__).absolute().with_name("bootstrap")
+
+DESCRIPTION = """\
+Becomes the program, with every ZeRO-3 engine attached as by `transfer.zero3.install()`: in its own process and in
+every Python process that it starts, such as the ranks of a launcher, workers of pytest or of a DataLoader.
+
+  h2d run train.py --lr 1e-4                      a script, as for python
+  h2d run -m pytest -n 2                          a module, as for python -m
+  h2d run torchrun --nproc_per_node 2 train.py    a command: torchrun, deepspeed, accelerate launch, bash job.sh, ...
+
+A launcher may also come first:
+
+  torchrun --nproc_per_node 2 -m transfer.cli run train.py
+  deepspeed --module transfer.cli run train.py
+
+It works by a folder that comes first on PYTHONPATH. Python does not read PYTHONPATH if it is given -I or -E, and runs
+no `sitecustomize` if it is given -S: such processes are not reached. The environment variables are PYTHONPATH, H2D_RUN
+and H2D_CONFIG. A launcher that starts ranks on other hosts must pass them on; for DeepSpeed's, name H2D_RUN and
+H2D_CONFIG in `.deepspeed_env`. Rank 0 says what is served when an engine is attached, and at the end.
+"""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the script in this process, as ``python script`` would; its exit status is its own."""
+    """Replaces this process by the program; returns only where that cannot begin, or with ``--print-env``."""
     parser = argparse.ArgumentParser(
-        prog="h2d run",
-        description=(
-            "Runs a training script with every ZeRO-3 engine attached, as `transfer.zero3.install()` at its top "
-            "would. Under a launcher, this command takes the script's place: "
-            "`torchrun --nproc_per_node 2 -m transfer.cli run train.py --lr 1e-4`, "
-            "`deepspeed --module transfer.cli run train.py`, `accelerate launch -m transfer.cli run train.py`."
-        ),
+        prog="h2d run", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--config", metavar="FILE", help="YAML file; default: $H2D_CONFIG, or each DeepSpeed config")
+    parser.add_argument(
+        "--print-env",
+        action="store_true",
+        help='print the exports for programs that are started otherwise: eval "$(h2d run --print-env)"',
+    )
     parser.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT is a module, as for python -m")
-    parser.add_argument("script", help="the script")
+    parser.add_argument("script", nargs="?", help="the script, module or command")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its own arguments")
     launchers = [each for each in arguments[:1] if each.startswith("--local_rank=")]  # which is the script's
     options = parser.parse_args(arguments[len(launchers) :])
-    if not options.is_module and not Path(options.script).is_file():
-        parser.error(f"there is no script {options.script!r} here")
-    if options.is_module:
-        sys.path.insert(0, str(Path.cwd()))
-        if importlib.util.find_spec(options.script.partition(".")[0]) is None:
-            parser.error(f"there is no module {options.script!r}")
-    from .. import zero3
-
+    if options.script is None and not options.print_env:
+        parser.error("the following arguments are required: script")
+    if os.pathsep in str(BOOTSTRAP):
+        parser.error(f"PYTHONPATH cannot name {BOOTSTRAP}, as it has a {os.pathsep!r}")
     try:
-        zero3.install(options.config)
+        resolve_config(options.config)
     except ConfigError as error:
         print(f"h2d run: {error}", file=sys.stderr)
         return 2
-    sys.argv = [options.script, *launchers, *options.arguments]
+    # A process stays the same when it is replaced by the program.
+    environment = _environment(options.config, "env" if options.print_env else f"{os.getpid()}-{os.urandom(4).hex()}")
+    if options.print_env:
+        for name, value in environment.items():
+            print(f"export {name}={shlex.quote(value)}")
+        return 0
+    program, command = _command(parser, options)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        os.execve(program, [*command, *launchers, *options.arguments], {**os.environ, **environment})  # noqa: S606
+    except OSError as error:
+        print(f"h2d run: {program} cannot be started: {error.strerror}", file=sys.stderr)
+    return 126  # as shells say
+
+
+def _environment(config: str | None, run: str) -> dict[str, str]:
+    """The variables that processes below need. Paths are absolute: they may run elsewhere."""
+    before = os.environ.get("PYTHONPATH", "")
+    entries = before.split(os.pathsep) if before else []
+    outer = os.environ.get("H2D_RUN", "env") if str(BOOTSTRAP) in entries else "env"
+    variables = {
+        "PYTHONPATH": os.pathsep.join([str(BOOTSTRAP), *(each for each in entries if each != str(BOOTSTRAP))]),
+        "H2D_RUN": run if outer == "env" else outer,  # the outermost command says what was served
+    }
+    path = config or environment_path()
+    if path:
+        variables[ENVIRONMENT_VARIABLE] = str(Path(path).expanduser().absolute())
+    return variables
+
+
+def _command(parser: argparse.ArgumentParser, options: argparse.Namespace) -> tuple[str, list[str]]:
+    """The file to execute, and the beginning of its arguments."""
+    script: str = options.script
     if options.is_module:
-        runpy.run_module(options.script, run_name="__main__", alter_sys=True)
-    else:
-        sys.path.insert(0, str(Path(options.script).resolve().parent))
-        runpy.run_path(options.script, run_name="__main__")
-    return 0
+        sys.path.insert(0, str(Path.cwd()))
+        if importlib.util.find_spec(script.partition(".")[0]) is None:
+            parser.error(f"there is no module {script!r}")
+    elif not Path(script).is_file():
+        found = shutil.which(script)
+        if found is None:
+            parser.error(f"there is no script {script!r} here, and no command of this name")
+        if Path(found).name.startswith("python") and _ignores_bootstrap(options.arguments):
+            parser.error(_IGNORED)
+        return found, [script]
+    if sys.flags.ignore_environment or sys.flags.no_site:
+        parser.error(_IGNORED)
+    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    if getattr(sys.stdout, "write_through", False):
+        flags.append("-u")
+    return sys.executable, [sys.executable, *flags, *(["-m"] if options.is_module else []), script]
+
+
+_IGNORED = "Python's options -I, -E and -S keep this command from reaching the script: leave them out"
+
+
+def _ignores_bootstrap(arguments: Sequence[str]) -> bool:
+    """Whether these arguments of ``python`` have one of those options."""
+    flags = itertools.takewhile(lambda each: each.startswith("-"), arguments)
+    letters = "".join(re.sub("[cmWX].*", "", each) for each in flags)  # after those four follows their argument
+    return bool(set("IES") & set(letters))

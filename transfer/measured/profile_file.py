@@ -78,10 +78,11 @@ def profile_yaml(profile: BaseModel) -> str:
 
 def _replace(file: Path, text: str) -> None:
     # Beside the file, because a rename is atomic only within one file system; named by process, because several
-    # may write at once; a new file, so that it has the permissions of new files.
+    # may write at once; a new file, so that it has the permissions of new files, and is no link of somebody else's.
     beside = file.with_name(f".{file.name}.{os.getpid()}")
+    beside.unlink(missing_ok=True)  # of a dead process
     try:
-        with beside.open("w", encoding="utf-8") as stream:
+        with beside.open("x", encoding="utf-8") as stream:
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())

@@ -32,7 +32,7 @@ def paired_chunks(destination: Tensor, source: Tensor, chunk_elements: int) -> I
     Works for any strides. Two tensors that both have a flat view are cut into equal chunks; others
     along their leading dimensions, where the last chunk of each row may be short.
     """
-    flat_destination, flat_source = _flat(destination), _flat(source)
+    flat_destination, flat_source = flat_view(destination), flat_view(source)
     if flat_destination is not None and flat_source is not None:
         # One call for all views: a chunk must cost the host no more than a few microseconds.
         yield from zip(
@@ -60,31 +60,31 @@ def pairs_from(destination: Tensor, first: int, values: Tensor) -> Iterator[tupl
         values: Flat.
     """
     offset = 0
-    for view in _views_of_range(destination, first, first + values.numel()):
+    for view in views_of_range(destination, first, first + values.numel()):
         yield view, values.narrow(0, offset, view.numel()).view(view.shape)
         offset += view.numel()
 
 
-def _views_of_range(tensor: Tensor, begin: int, end: int) -> Iterator[Tensor]:
+def views_of_range(tensor: Tensor, begin: int, end: int) -> Iterator[Tensor]:
     """Yields views that hold the elements from ``begin`` to ``end``, in logical order: as few as the strides allow."""
-    flat = _flat(tensor)
+    flat = flat_view(tensor)
     if flat is not None:
         yield flat.narrow(0, begin, end - begin)
         return
     row = tensor.numel() // tensor.shape[0]
     first, last = -(-begin // row), end // row  # whole rows
     if first > last:  # all of it lies within one row
-        yield from _views_of_range(tensor[last], begin - last * row, end - last * row)
+        yield from views_of_range(tensor[last], begin - last * row, end - last * row)
         return
     if begin < first * row:
-        yield from _views_of_range(tensor[first - 1], begin - (first - 1) * row, row)
+        yield from views_of_range(tensor[first - 1], begin - (first - 1) * row, row)
     if first < last:
         yield tensor.narrow(0, first, last - first)
     if last * row < end:
-        yield from _views_of_range(tensor[last], 0, end - last * row)
+        yield from views_of_range(tensor[last], 0, end - last * row)
 
 
-def _flat(tensor: Tensor) -> Tensor | None:
+def flat_view(tensor: Tensor) -> Tensor | None:
     """A one-dimensional view of the same memory in logical order, or None where strides forbid it."""
     try:
         return tensor.view(-1)

@@ -13,7 +13,7 @@ from torch import Tensor
 from accelerators import Accelerator
 from accelerators.errors import REFUSALS
 
-from ..in_flight import EventCopy
+from ..in_flight import EventCopy, made
 from ..stats import Counters
 
 
@@ -74,11 +74,13 @@ class ScratchRing:
         """Makes the streams.
 
         Raises:
+            StrategyUnavailableError: They, or events, cannot be made without arguments.
             Exception: What the accelerator raises.
         """
         accelerator = self._accelerator
         with accelerator.stream(accelerator.current_stream(self._device_index)):  # makes the device current
-            self._slots = [_Slot(accelerator.Stream()) for _ in range(self._number)]  # type: ignore[misc]  # has streams
+            made(accelerator, "Event")  # here, where a copy can still take another way
+            self._slots = [_Slot(made(accelerator, "Stream")) for _ in range(self._number)]
 
     def allocate(self) -> BaseException | None:
         """Allocates the scratch, for chunks that cannot be copied straight into the destination. Idempotent.
@@ -155,28 +157,34 @@ class ScratchRing:
         """
         # Before anything else can be sent: a slot's last event follows all that this copy queued there.
         events = [slot.event for slot in self._slots if slot.event is not None]
-        copy = EventCopy(events, destination, reads, self._counters)
+        copy = EventCopy(events, destination, reads, self._counters, self._accelerator)
         self._in_flight.append(copy)
         return copy
 
     def settle(self, wait: bool = False) -> None:
         """Forgets the copies that have ended.
 
+        An event that cannot be asked, such as one recorded while a graph was captured, may never answer. The whole
+        device is waited for then; what the event reports is for the one who waits for its copy.
+
         Args:
             wait: Blocks until all of them have.
 
         Raises:
-            Exception: What the accelerator reports about one of them; it is asked again next time.
+            Exception: What the accelerator reports about the device; it is asked again next time.
         """
         if self._unsettled:  # a copy was interrupted while it was queued: nothing tells how far it came
             self._accelerator.synchronize(self._device_index)
             self._unsettled = False
         while self._in_flight:
             copy = self._in_flight[0]
-            if wait:
-                copy.wait()
-            elif not copy.done:
-                return
+            try:
+                if wait:
+                    copy.synchronize()
+                elif not copy.done:
+                    return
+            except Exception:  # noqa: BLE001 - whatever a vendor's event raises
+                self._accelerator.synchronize(self._device_index)
             if self._in_flight and self._in_flight[0] is copy:
                 self._in_flight.popleft()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from accelerators import Accelerator
 
+from ..in_flight import made
 from ..stats import Counters
 
 
@@ -20,6 +22,8 @@ class StagingBuffer:
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
+        #: The session of the ring that has used it last.
+        self.session = 0
         self._guards: tuple[Any, ...] = ()
 
     def reclaim(self) -> None:
@@ -65,6 +69,7 @@ class StagingRing:
         self._counters = counters
         self._buffers: list[StagingBuffer] = []
         self._next = 0
+        self._session = 0
         self._unsettled = False
 
     @property
@@ -75,16 +80,23 @@ class StagingRing:
         """Pins the buffers.
 
         Raises:
+            StrategyUnavailableError: Events cannot be made without arguments.
             RuntimeError: or what the accelerator raises, when memory cannot be pinned. What was
                 pinned before that is given back by ``close``.
         """
+        made(self._accelerator, "Event")  # here, where a copy can still take another way
         # Outside inference mode: a buffer made in it could not be written outside it later.
         with torch.inference_mode(False):
             for _ in range(self._number):
                 memory = self._accelerator.pin_empty(self.chunk_elements, dtype=self._dtype)
                 self._buffers.append(StagingBuffer(memory))
-                if not self._accelerator.is_pinned(memory):
+                if not self._is_pinned(memory):
                     raise RuntimeError(f"{self._accelerator.name}.pin_empty returned memory that is not pinned")
+
+    def _is_pinned(self, memory: Tensor) -> bool:
+        with contextlib.suppress(Exception):  # of a vendor that cannot say: copies are right in either case
+            return self._accelerator.is_pinned(memory)
+        return True
 
     def is_aligned(self, unit_bytes: int) -> bool:
         """Whether every buffer begins at a multiple of ``unit_bytes``."""
@@ -99,6 +111,7 @@ class StagingRing:
         """
         self._settle()
         self._unsettled = True
+        self._session += 1
         # Entering the stream makes the device current, so that events belong to it.
         with self._accelerator.stream(self._accelerator.current_stream(self._device_index)):
             yield
@@ -133,7 +146,8 @@ class StagingRing:
         buffer = self._buffers[self._next]
         self._next = (self._next + 1) % len(self._buffers)
         started = time.perf_counter()
-        buffer.reclaim()
+        self._reclaim(buffer)
+        buffer.session = self._session
         self._counters.add(wait_seconds=time.perf_counter() - started)
         return buffer
 
@@ -141,10 +155,24 @@ class StagingRing:
         """Waits for every copy out of the ring and unpins it. A ring is not used afterwards."""
         self._settle()
         for buffer in self._buffers:
-            buffer.reclaim()
+            self._reclaim(buffer)
         while self._buffers:
             self._accelerator.unpin_memory(self._buffers[-1].memory)
             self._buffers.pop()
+
+    def _reclaim(self, buffer: StagingBuffer) -> None:
+        """Waits for the copy out of a buffer; where its event cannot be asked, for the device.
+
+        Raises:
+            Exception: What the event of a chunk of the same copy reports, or else the device.
+        """
+        try:
+            buffer.reclaim()
+        except Exception:
+            if self._unsettled and buffer.session == self._session:
+                raise
+            self._accelerator.synchronize(self._device_index)
+            buffer.guard()
 
     def _settle(self) -> None:
         if self._unsettled:

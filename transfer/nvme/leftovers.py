@@ -23,6 +23,10 @@ PREFIX = "h2d-swap-"
 LOCK = "lock"
 #: The file that names the run's machine.
 MACHINE = "machine"
+#: More than any name of a machine: what else stands there is not read.
+_MOST_BYTES = 256
+#: Neither follows a link nor waits for the other end of a pipe.
+_PLAINLY = os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 #: The whole name: other directories may have the prefix too.
 _NAME = re.compile(rf"\.?{PREFIX}rank[0-9]+-pid[0-9]+-\w+")
 
@@ -76,7 +80,7 @@ def _only_logged() -> Iterator[None]:
 
 def _remove_if_dead(path: Path) -> None:
     try:
-        lock = os.open(path / LOCK, os.O_RDWR | os.O_CLOEXEC)
+        lock = os.open(path / LOCK, os.O_RDWR | _PLAINLY)
     except FileNotFoundError:
         # A cleaner of old files has removed the lock, and the run may live: its directory is not empty, and stays.
         # Or a run makes the directory now, and then makes another one; or was killed while it did.
@@ -95,14 +99,19 @@ def _remove_if_dead(path: Path) -> None:
 def _locks_are_seen(path: Path) -> bool:
     """Whether a lock of the run would be seen here: on a shared file system, another machine's may not be."""
     try:
-        theirs = (path / MACHINE).read_bytes()
+        descriptor = os.open(path / MACHINE, os.O_RDONLY | _PLAINLY)
     except FileNotFoundError:
         theirs = b""
+    else:
+        try:
+            theirs = os.read(descriptor, _MOST_BYTES)
+        finally:
+            os.close(descriptor)
     return theirs == machine().encode() or is_local(path)
 
 
 def _delete(path: Path) -> None:
-    num_bytes = sum(each.stat().st_size for each in path.iterdir())
+    num_bytes = sum(each.lstat().st_size for each in path.iterdir())
     empty(path)
     shutil.rmtree(path)
     logger.info("removed %s with %d bytes of swap files of a run that has ended", path, num_bytes)

@@ -24,22 +24,12 @@ def machine() -> str:
 
 
 def is_local(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> bool:
-    """Whether the file system at ``path`` is known to be on this machine alone.
-
-    Args:
-        path: An existing directory.
-        mounts: The kernel's table; for tests.
-    """
+    """Whether the file system of an existing directory is known to be on this machine alone."""
     return file_system(path, mounts) in _LOCAL
 
 
 def file_system(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str | None:
-    """The type of the file system at ``path``, such as ``ext4``; None where the system does not tell.
-
-    Args:
-        path: An existing directory.
-        mounts: The kernel's table; for tests.
-    """
+    """The type of an existing directory's file system, such as ``ext4``; None where the system does not tell."""
     try:
         lines = [line.split(b" ") for line in mounts.read_bytes().split(b"\n") if line]
     except OSError:

@@ -15,11 +15,7 @@ from .open_file import open_direct
 
 @contextlib.contextmanager
 def created(path: Path, num_bytes: int) -> Iterator[tuple[int, int | None]]:
-    """Descriptors of a new file that has its space, to read and write it in the block.
-
-    Args:
-        path: Of the file; must not exist. Its mode is 0600.
-        num_bytes: Of the whole file.
+    """Descriptors of a new file (mode 0600) that has its space, to read and write it in the block.
 
     Yields:
         A descriptor that goes through the page cache; and one that goes past it, or None where the file system
@@ -40,14 +36,7 @@ def created(path: Path, num_bytes: int) -> Iterator[tuple[int, int | None]]:
 
 
 def not_written(error: OSError, what: str, path: Path, num_bytes: int) -> SwapError:
-    """The error of ours for one of the system's.
-
-    Args:
-        error: What writing raised.
-        what: What could not be done, as the beginning of a sentence.
-        path: Of the file.
-        num_bytes: Its intended size.
-    """
+    """As ``swap_error``, for a file of ``num_bytes``: where there is no room, it says how much there is."""
     if error.errno in NO_ROOM and not isinstance(error, SwapError):
         return _no_room(error.errno, path, num_bytes)
     return swap_error(error, what, path)

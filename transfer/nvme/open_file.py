@@ -42,15 +42,9 @@ def opened(path: Path, flags: int = 0) -> Iterator[int]:
 
 
 def open_direct(path: Path, descriptor: int, flags: int = os.O_RDONLY) -> int | None:
-    """A second descriptor of a file that is open, which goes past the page cache.
+    """A second descriptor of a file that is open, which goes past the page cache; the caller closes it.
 
-    Args:
-        path: Of the file.
-        descriptor: The first one.
-        flags: As for ``os.open``.
-
-    Returns:
-        The descriptor, which the caller closes; None where the system or the file system refuses O_DIRECT.
+    None where the system or the file system refuses O_DIRECT.
     """
     if not O_DIRECT:
         return None

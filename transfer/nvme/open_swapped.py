@@ -98,6 +98,8 @@ def _check_ours(descriptor: int, swapped: SwappedTensor) -> None:
         written = swapped.offset_bytes + round_up(swapped.nbytes, ALIGNMENT_BYTES)
         raise corrupted(swapped.path, f"it was written with {written} bytes and now has {size}")
     header = read_header(descriptor, swapped.path)
+    if swapped.checksums is not None and len(swapped.checksums.table) != header.table_bytes:
+        raise corrupted(swapped.path, "the handle has another number of checksums")
     if header.stamp != swapped.stamp:
         raise corrupted(swapped.path, "another file has taken its place since")
     checksum_bytes = swapped.checksums.checksum_bytes if swapped.checksums is not None else header.checksum_bytes

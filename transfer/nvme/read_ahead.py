@@ -86,11 +86,7 @@ class Reads(Protocol):
     """Reads the chunks of one file. Made and ended by ``reading``."""
 
     def start(self, chunk: Chunk, memory: memoryview) -> Callable[[], None]:
-        """Begins to read a chunk.
-
-        Args:
-            chunk: The next one of the plan.
-            memory: At least ``chunk.length`` bytes, which belong to the read until it is waited for.
+        """Begins to read the next chunk of the plan into memory that belongs to the read until it is waited for.
 
         Returns:
             A function that blocks until the chunk is read, and raises what reading it raised.

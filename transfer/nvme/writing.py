@@ -10,8 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-import torch
 from torch import Tensor
+
+from accelerators.overlap import bytes_of
 
 from ..errors import InvalidTensorError, NotATensorError
 from ..tensor_memory import describe, storage_problem
@@ -56,7 +57,8 @@ def swap_out(
         SwapSpaceError: There is no room, or the process's limit of file sizes is lower.
         SwapError: The directory or file cannot be written; the subclass says why.
         NotATensorError: ``tensor`` is not a ``torch.Tensor``.
-        InvalidTensorError: The tensor has no plain memory: meta, sparse, nested, quantized.
+        InvalidTensorError: The tensor has no plain memory of its own: DTensors and other wrappers, meta, sparse,
+            nested, quantized.
         UnsupportedDtypeError: Its dtype has no plain values.
         ValueError: ``threads`` is less than 1, or ``checksum_bytes`` is not a multiple of 4096.
     """
@@ -126,7 +128,7 @@ class _Values:
         host = tensor if tensor.device.type == "cpu" else tensor.cpu()
         plain = host.resolve_conj().resolve_neg().contiguous()
         # numpy's copies stay in the thread that makes them, where each of torch's would start threads of its own.
-        self._bytes = plain.view(-1).view(torch.uint8).numpy()
+        self._bytes = bytes_of(plain).numpy()
         self._header = header
         self._memory = threading.local()
         self._descriptor = descriptor

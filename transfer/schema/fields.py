@@ -98,7 +98,8 @@ def one_of(*choices: str) -> BeforeValidator:
 
     def check(value: Any) -> str:
         if value not in choices:
-            raise refuse(f"expected {' or '.join(choices)}.{left_out(value)}")
+            *others, last = choices
+            raise refuse(f"expected {', '.join(others)} or {last}.{left_out(value)}")
         return str(value)
 
     return BeforeValidator(check)
@@ -110,6 +111,7 @@ def left_out(value: Any) -> str:
 
 
 def _flag(value: Any) -> bool:
+    value = getattr(value, "means", value)  # as YAML 1.1 has it: yes, no, on, off
     if not isinstance(value, bool):
         raise refuse("expected true or false")
     return value
@@ -124,7 +126,9 @@ BufferCount = Annotated[int, _count_of("buffers", example=2, largest=64)]
 SizeBytes = Annotated[int | None, BeforeValidator(parse_size)]
 #: A torch dtype, by name. None only as a default.
 DtypeName = Annotated[Any, BeforeValidator(_dtype), PlainSerializer(lambda dtype: str(dtype).removeprefix("torch."))]
-#: True or false, and nothing that merely looks like it. None only as a default.
+#: True or false, and nothing that merely looks like it.
+Truth = Annotated[bool, BeforeValidator(_flag)]
+#: The same. None only as a default.
 Flag = Annotated[bool | None, BeforeValidator(_flag)]
 #: A whole number of threads, from 1 to 256.
 ThreadCount = Annotated[int, _count_of("threads", example=8, largest=256)]

@@ -107,7 +107,7 @@ def format_value(value: object) -> str:
         text = repr(value)
     except ValueError:  # an integer of more digits than Python prints
         text = "a very long number"
-    return f"{text[:60]} ({type(value).__name__})"
+    return f"{text[:60]} ({'str' if isinstance(value, str) else type(value).__name__})"
 
 
 def unknown_key(key: str, model: type[BaseModel], parent: Location = ()) -> str:

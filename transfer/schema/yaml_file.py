@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,50 @@ _TEXT_KEYS = ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge")
 _UNREADABLE = (ValueError, KeyError, AttributeError, TypeError, OverflowError)
 
 
+#: Numbers that YAML 1.1, which PyYAML reads, and YAML 1.2 or a person understand differently: 010 is 8, 1:30 is 90.
+_AMBIGUOUS = re.compile(r"[-+]?0[0-9_]+(?!.*[.eE])|.*:")
+#: The most that is read of a file: no configuration is as long, and a device or a wrong file may have no end.
+_MOST_BYTES = 2**20
+
+
+class Word(str):
+    """One of ``yes no on off`` and their spellings: text, which a field that is true or false takes as that.
+
+    Attributes:
+        means: What YAML 1.1 takes it for.
+    """
+
+    means: bool
+
+    def __new__(cls, text: str, means: bool) -> Word:
+        word = super().__new__(cls, text)
+        word.means = means
+        return word
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return str, (str(self),)
+
+
 class _Loader(yaml.SafeLoader):
-    """Gives errors of single values the place where the value stands."""
+    """Gives errors of single values the place where the value stands; guesses at no value."""
+
+    def construct_yaml_bool(self, node: yaml.ScalarNode) -> Any:
+        text = str(self.construct_scalar(node))
+        means: bool = super().construct_yaml_bool(node)
+        return means if text.lower() in ("true", "false") else Word(text, means)
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> Any:
+        self._refuse_ambiguous(node)
+        return super().construct_yaml_int(node)
+
+    def construct_yaml_float(self, node: yaml.ScalarNode) -> Any:
+        self._refuse_ambiguous(node)
+        return super().construct_yaml_float(node)
+
+    def _refuse_ambiguous(self, node: yaml.ScalarNode) -> None:
+        text = str(self.construct_scalar(node))
+        if _AMBIGUOUS.match(text):
+            raise ValueError("numbers have neither leading zeros nor colons here; put text in quotes")
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
@@ -26,6 +70,11 @@ class _Loader(yaml.SafeLoader):
         except _UNREADABLE as error:
             problem = f"{node.value!r:.60} cannot be read as what it looks like ({error})"
             raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from error
+
+
+_Loader.add_constructor("tag:yaml.org,2002:bool", _Loader.construct_yaml_bool)
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
+_Loader.add_constructor("tag:yaml.org,2002:float", _Loader.construct_yaml_float)
 
 
 def read_yaml(path: str | os.PathLike[str]) -> tuple[Any, dict[Location, int], str]:
@@ -41,7 +90,7 @@ def read_yaml(path: str | os.PathLike[str]) -> tuple[Any, dict[Location, int], s
     """
     try:
         file = Path(path).expanduser()
-        text = file.read_text(encoding="utf-8")
+        text = _read_text(file)
     except FileNotFoundError as error:
         raise ConfigFileNotFoundError([ConfigProblem("", "no such configuration file", str(file))]) from error
     except (OSError, ValueError, RuntimeError) as error:  # also: no text, a NUL in the path, no such user's home
@@ -63,6 +112,14 @@ def read_yaml(path: str | os.PathLike[str]) -> tuple[Any, dict[Location, int], s
     if problems:
         raise ConfigError(problems)
     return content, lines, str(file)
+
+
+def _read_text(file: Path) -> str:
+    with file.open("rb") as stream:
+        content = stream.read(_MOST_BYTES + 1)
+    if len(content) > _MOST_BYTES:
+        raise ValueError(f"it is longer than {_MOST_BYTES} bytes, and so no configuration")
+    return io.TextIOWrapper(io.BytesIO(content), encoding="utf-8").read()  # with any line ends
 
 
 def _walk(

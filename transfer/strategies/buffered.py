@@ -5,16 +5,16 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar
 
-from accelerators import Accelerator
+from typing_extensions import Self
 
 from ..accelerator_choice import accelerator_errors
 from ..errors import TransferBusyError
 from ..interface import HostToDeviceTransfer
 from ..memory.holdings import Holdings
-from ..schema.model import StrategyConfig
+from ..memory.owned_locks import OwnedLocks
 
 T = TypeVar("T")
 
@@ -26,20 +26,18 @@ class BufferedTransfer(HostToDeviceTransfer):
     handler, a finalizer) raises ``TransferBusyError``. A close from there takes effect when the outer submit ends.
     """
 
-    def __init__(
-        self,
-        config: StrategyConfig | Mapping[str, Any] | None = None,
-        accelerator: Accelerator | str | None = None,
-        *,
-        fallback: bool = True,
-        **options: Any,
-    ) -> None:
-        super().__init__(config, accelerator, fallback=fallback, **options)
-        self._held = Holdings()
-        self._lock = threading.RLock()
-        self._busy = False  # a copy or close is under way in the thread that holds the lock
+    _held: Holdings
+    _lock: threading.RLock
+    _busy: bool  # a copy or close is under way in the thread that holds the lock
+
+    def __new__(cls, *arguments: Any, **options: Any) -> Self:
+        made = super().__new__(cls, *arguments, **options)
+        made._held = Holdings()
+        made._lock = threading.RLock()
+        made._busy = False
         # Runs when this object is dropped, and at exit while the accelerator still works.
-        weakref.finalize(self, _close_all, self._held)
+        weakref.finalize(made, _close_all, made._held)
+        return made
 
     @property
     def pinned_bytes(self) -> int:
@@ -99,5 +97,8 @@ class BufferedTransfer(HostToDeviceTransfer):
 
 
 def _close_all(held: Holdings) -> None:
+    """A finalizer, so it waits for no other thread's lock."""
+    for locks in held.of(OwnedLocks):
+        locks.is_abandoned = True
     held.request_close()
     held.close_requested()

@@ -145,8 +145,10 @@ class NvmeSwappedTransfer(BufferedTransfer):
             checksum_bytes=min(CHECKSUM_BYTES, self.config.chunk_bytes),
         )
 
-    def why_not(self, destination: Tensor, source: Any) -> str | None:  # noqa: ARG002
-        return None if isinstance(source, SwappedTensor) else "It copies values in files, and this source is a tensor."
+    def why_not(self, destination: Tensor, source: Any) -> str | None:
+        if not isinstance(source, SwappedTensor):
+            return "It copies values in files, and this source is a tensor."
+        return super().why_not(destination, source)
 
     def _submit(self, destination: Tensor, source: SwappedTensor) -> InFlightCopy:
         capabilities = self._accelerator.capabilities
@@ -182,7 +184,7 @@ class NvmeSwappedTransfer(BufferedTransfer):
 
         with ring.session():
             self._read(source, self._ordinary_memory().acquire, deliver)
-        return EventCopy(event, destination, counters=self._counters)
+        return EventCopy(event, destination, counters=self._counters, accelerator=self._accelerator)
 
     def _plainly(self, destination: Tensor, source: SwappedTensor) -> InFlightCopy:
         accelerator, index = self._accelerator, destination.device.index
@@ -254,6 +256,8 @@ class NvmeSwappedTransfer(BufferedTransfer):
 
         try:
             return self._held.get(("ring", destination.device, dtype), make)
+        except StrategyUnavailableError:
+            raise
         except REFUSALS as error:
             raise StrategyUnavailableError(
                 f"nvme_swapped needs {config.pinned_bytes} bytes of pinned memory on {accelerator.name} "

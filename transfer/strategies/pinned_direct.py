@@ -12,19 +12,20 @@ from accelerators import Accelerator
 from accelerators.errors import REFUSALS
 from accelerators.protocol import MapsHostMemory
 
-from ..errors import StrategyUnavailableError
+from ..errors import StrategyUnavailableError, TransferBusyError
 from ..in_flight import InFlightCopy
-from ..memory import page_locks
+from ..memory import host_budget, page_locks
 from ..memory.chunks import paired_chunks
 from ..memory.holdings import Holdings
-from ..memory.host_budget import available_bytes, local_ranks
+from ..memory.owned_locks import LeavingLock, OwnedLocks
 from ..memory.scratch_ring import ScratchRing
 from ..schema.fields import BufferCount, Elements, Flag, SizeBytes
 from ..schema.model import StrategyConfig
 from .buffered import BufferedTransfer
 
-#: How a reason begins that ``prepare`` would remove; the policy stages such a copy without a warning.
 NOT_PAGE_LOCKED = "The source is not page-locked"
+#: The reason that ``prepare`` would remove; the policy stages such a copy without a warning.
+UNPREPARED = f"{NOT_PAGE_LOCKED}: `prepare(source)` does that once, in place."
 
 
 class PinnedDirectConfig(StrategyConfig):
@@ -37,9 +38,9 @@ class PinnedDirectConfig(StrategyConfig):
         chunk_elements: Elements in each scratch buffer on the device.
         buffers: Scratch buffers, each with a stream. With two, one is cast from while the other fills.
         page_lock: Whether ``prepare`` page-locks sources in place. False: only sources that the
-            device can read already go directly.
-        max_page_locked: The most bytes that this process page-locks. None: half of the memory that the
-            host, or the process's control group, has left, divided by the local ranks.
+            device can read already go directly, and copies of other code mean what they did (see ``prepare``).
+        max_page_locked: The most bytes that this process page-locks. None: half of all memory of the host, or of the
+            process's control group, divided by the local ranks, less what others keep locked.
     """
 
     mapped: Flag = True
@@ -56,8 +57,7 @@ class PinnedDirectConfig(StrategyConfig):
         """The most bytes to page-lock, as things are now; None where the system does not tell."""
         if self.max_page_locked is not None:
             return self.max_page_locked
-        left = available_bytes()
-        return None if left is None else left // 2 // local_ranks()
+        return host_budget.page_lock_budget_bytes()
 
 
 class PinnedDirectTransfer(BufferedTransfer):
@@ -84,7 +84,10 @@ class PinnedDirectTransfer(BufferedTransfer):
     def page_locked_bytes(self) -> int:
         return self._held.total("page_locked_bytes")
 
-    def why_not(self, destination: Tensor, source: Any) -> str | None:  # noqa: ARG002
+    def why_not(self, destination: Tensor, source: Any) -> str | None:
+        problem = super().why_not(destination, source)
+        if problem is not None:
+            return problem
         accelerator = self.accelerator
         if not accelerator.on_host(source):  # a plain copy, which every strategy makes
             return None
@@ -95,9 +98,10 @@ class PinnedDirectTransfer(BufferedTransfer):
             return missing
         if not self.config.page_lock:
             return f"{NOT_PAGE_LOCKED}, and `pinned_direct.page_lock` is false."
-        return f"{NOT_PAGE_LOCKED}: `prepare(source)` does that once, in place."
+        return accelerator.capabilities.why_not("registers_host_memory") or UNPREPARED
 
     def prepare(self, source: Tensor) -> None:
+        super().prepare(source)
         self._check_process()
         accelerator = self.accelerator
         if not self.config.page_lock or source.numel() == 0 or not accelerator.on_host(source):
@@ -109,37 +113,48 @@ class PinnedDirectTransfer(BufferedTransfer):
 
     def _prepare(self, accelerator: Accelerator, source: Tensor) -> None:
         locks = self._locks()
-        if page_locks.joined(accelerator, source, locks.owner) is None:
-            locks.release_stale()
-            if not accelerator.is_pinned(source):
-                self._page_lock(accelerator, source, locks.owner)
+        if page_locks.joined(accelerator, source, locks) is None:
+            self._page_lock(accelerator, source, locks)
+
+    def would_page_lock(self, source: Tensor) -> bool:
+        accelerator, wanted = self.accelerator, source.untyped_storage().nbytes()
+        if not self.config.page_lock or not accelerator.on_host(source) or accelerator.is_pinned(source):
+            return False
+        budget = self.config.page_lock_budget_bytes()
+        fits = budget is None or page_locks.locked_bytes() + wanted <= budget
+        return fits and accelerator.capabilities.why_not("registers_host_memory", "streams", "events") is None
 
     def unprepare(self, source: Tensor) -> None:
+        super().unprepare(source)
         if self._is_forked:
             return
         with self._lock:
-            for locks in self._held.of(page_locks.OwnedLocks):
-                for lock in page_locks.owned_by(locks.owner):
-                    key = ("leaving", id(lock))
-                    if lock.covers(source) and key not in self._held.requested:
-                        self._held.get(key, functools.partial(page_locks.LeavingLock, lock, locks))
+            for locks in self._held.of(OwnedLocks):
+                for lock in page_locks.over(self._accelerator, source):
+                    key = ("leaving", lock)
+                    if page_locks.unused(lock, locks, source.untyped_storage()) and key not in self._held.requested:
+                        self._held.get(key, functools.partial(LeavingLock, lock, locks))
                         self._held.request_close(key)
             self._close_requested()
 
-    def _page_lock(self, accelerator: Accelerator, source: Tensor, owner: object) -> None:
-        """Page-locks the source's storage, within the budget."""
+    def _page_lock(self, accelerator: Accelerator, source: Tensor, owner: OwnedLocks) -> None:
+        """Page-locks the source's storage, within the budget, unless it is pinned already."""
         wanted = source.untyped_storage().nbytes()
         obstacle = accelerator.capabilities.why_not("registers_host_memory", "streams", "events")
         if obstacle is not None:
+            if accelerator.is_pinned(source):
+                return
             raise StrategyUnavailableError(f"pinned_direct cannot page-lock {wanted} bytes in place. {obstacle}")
-        held, budget = page_locks.locked_bytes(), self.config.page_lock_budget_bytes()
-        if budget is not None and held + wanted > budget:
-            raise StrategyUnavailableError(
-                f"page-locking {wanted} bytes in place, beside {held} that are, would pass the {budget} bytes that "
-                "`pinned_direct.max_page_locked` allows. Raise it if the host has the memory."
-            )
+        budget = self.config.page_lock_budget_bytes()
         try:
-            page_locks.page_lock(accelerator, source, owner)
+            page_locks.page_lock(accelerator, source, owner, budget)
+        except page_locks.OverBudgetError as error:
+            raise StrategyUnavailableError(
+                f"{error}, would pass the {budget} bytes that `pinned_direct.max_page_locked` allows. Raise it if the "
+                "host has the memory."
+            ) from None
+        except TransferBusyError:
+            raise
         except REFUSALS as error:
             raise StrategyUnavailableError(
                 f"page-locking {wanted} bytes in place failed: {error}. Allow this process more locked memory, or set "
@@ -155,8 +170,10 @@ class PinnedDirectTransfer(BufferedTransfer):
     def _send(self, destination: Tensor, source: Tensor, mapped: bool) -> InFlightCopy:
         accelerator = self._accelerator
         locks = self._locks()
-        lock = page_locks.joined(accelerator, source, locks.owner)
-        if lock is None and locks.release_stale() and not accelerator.is_pinned(source):
+        lock = page_locks.joined(accelerator, source, locks)
+        if lock is not None:
+            lock.devices.add(destination.device.index)
+        elif page_locks.give_back_stale(accelerator, source) and not accelerator.is_pinned(source):
             raise StrategyUnavailableError(f"{NOT_PAGE_LOCKED} any more: its memory was another tensor's.")
         # Foreign pinned memory may be only partly pinned. The copy engine reports that as an error; a kernel would
         # poison the context.
@@ -174,9 +191,8 @@ class PinnedDirectTransfer(BufferedTransfer):
             # The source as the device addresses it lives as long as the copy too.
             return ring.finish(destination, (source, chunks))
 
-    def _locks(self) -> page_locks.OwnedLocks:
-        settle = functools.partial(_settle, self._held)
-        return self._held.get("page locks", functools.partial(page_locks.OwnedLocks, settle))
+    def _locks(self) -> OwnedLocks:
+        return self._held.get("page locks", functools.partial(OwnedLocks, functools.partial(_settle, self._held)))
 
     def _ring(self, destination: Tensor, dtype: torch.dtype) -> ScratchRing:
         accelerator, config, index = self._accelerator, self.config, destination.device.index

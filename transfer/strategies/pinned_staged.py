@@ -52,8 +52,9 @@ class PinnedStagedTransfer(BufferedTransfer):
     Config = PinnedStagedConfig
     config: PinnedStagedConfig
 
-    def why_not(self, destination: Tensor, source: Any) -> str | None:  # noqa: ARG002
-        return self.accelerator.capabilities.why_not("events", "pins_host_memory")
+    def why_not(self, destination: Tensor, source: Any) -> str | None:
+        problem = super().why_not(destination, source)
+        return problem or self.accelerator.capabilities.why_not("events", "pins_host_memory")
 
     def _submit(self, destination: Tensor, source: Tensor) -> InFlightCopy:
         return self._take_turn(self._send, destination, source)
@@ -64,7 +65,7 @@ class PinnedStagedTransfer(BufferedTransfer):
         with ring.session():
             for target, values in paired_chunks(destination, source, self.config.chunk_elements):
                 event = ring.send(target, values)
-        return EventCopy(event, destination, counters=self._counters)
+        return EventCopy(event, destination, counters=self._counters, accelerator=self._accelerator)
 
     def _ring(self, destination: Tensor) -> StagingRing:
         """The ring for destinations of this device and dtype."""
@@ -77,6 +78,8 @@ class PinnedStagedTransfer(BufferedTransfer):
 
         try:
             return self._held.get((destination.device, dtype), make)
+        except StrategyUnavailableError:
+            raise
         except REFUSALS as error:
             raise StrategyUnavailableError(
                 f"pinned_staged needs {config.pinned_bytes(dtype)} bytes of pinned memory on {accelerator.name} "

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from accelerators import Accelerator
-from accelerators.testing import accelerator_or_skip, bits, fetch, skip_without
+from accelerators.testing import accelerator_or_skip, bits, check_values, fetch, skip_without
 
 from ..errors import FallbackWarning, StrategyUnavailableError
 from ..interface import HostToDeviceTransfer
@@ -29,6 +29,17 @@ DTYPES = (torch.float32, torch.bfloat16)
 #: Every kind of source, as it is and cast.
 each_kind_of_source = pytest.mark.parametrize("kind", KINDS)
 as_it_is_and_cast = pytest.mark.parametrize("dtype", DTYPES, ids=["as it is", "cast"])
+
+
+def kinds_here(accelerator: Accelerator) -> list[str]:
+    """Those of ``KINDS`` that this accelerator allows."""
+    registers = accelerator.capabilities.registers_host_memory
+    return [kind for kind in KINDS if kind != "prepared" or registers]
+
+
+def described(kind: str, dtype: torch.dtype, source_dtype: torch.dtype = torch.float32) -> str:
+    """What a failing check names: ``pinned source, float32 to bfloat16``."""
+    return f"{kind} source, {source_dtype} to {dtype}".replace("torch.", "")
 
 
 def from_bits(patterns: list[int]) -> Tensor:
@@ -65,11 +76,20 @@ def host_source(
         accelerator.unpin_memory(memory)
 
 
-def read(accelerator: Accelerator, tensor: Tensor) -> Tensor:
+def read(accelerator: Accelerator, tensor: Tensor, what: str = "the destination") -> Tensor:
     """A host copy of what ``tensor`` holds now. ``copy`` has waited, so nothing may be written afterwards."""
+    __tracebackhide__ = True
     now = tensor.detach().cpu().clone()
-    assert torch.equal(bits(fetch(accelerator, tensor)), bits(now)), "something was written after copy had returned"
+    later = fetch(accelerator, tensor)
+    if not torch.equal(bits(later), bits(now)):
+        check_values(now, later, f"{what}: written after copy had returned, when")
     return now
+
+
+def check_copy(accelerator: Accelerator, destination: Tensor, expected: Tensor, what: str) -> None:
+    """Fails, with one line, unless ``destination`` holds these bits now, without a wait."""
+    __tracebackhide__ = True
+    check_values(read(accelerator, destination, what), expected, what)
 
 
 class Hooks:

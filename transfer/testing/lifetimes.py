@@ -12,7 +12,7 @@ from accelerators import Accelerator
 from accelerators.testing import skip_without
 
 from ..interface import HostToDeviceTransfer
-from ._hooks import GUARD, Hooks, as_it_is_and_cast, each_kind_of_source, host_source, read
+from ._hooks import GUARD, Hooks, as_it_is_and_cast, check_copy, described, each_kind_of_source, host_source, read
 
 
 class Lifetimes(Hooks):
@@ -40,7 +40,7 @@ class Lifetimes(Hooks):
             copy.release_source()
             source.fill_(GUARD)
             copy.wait()
-            assert torch.equal(read(accelerator, destination), values.to(dtype))
+            check_copy(accelerator, destination, values.to(dtype), described(kind, dtype))
 
     @pytest.mark.usefixtures("_collects_quickly")
     @pytest.mark.parametrize("prepared", [False, True])
@@ -68,7 +68,7 @@ class Lifetimes(Hooks):
         source.copy_(torch.arange(1000.0))
         destination = accelerator.device_empty(1000, dtype=torch.bfloat16)
         transfer.copy(destination, source)
-        assert torch.equal(read(accelerator, destination), torch.arange(1000.0).bfloat16())
+        check_copy(accelerator, destination, torch.arange(1000.0).bfloat16(), "a source on the device")
 
     def test_a_destination_on_the_host(self, transfer: HostToDeviceTransfer) -> None:
         destination = torch.zeros(1000, dtype=torch.bfloat16)
@@ -83,17 +83,18 @@ class Lifetimes(Hooks):
             assert transfer.pinned_bytes == held
 
     @each_kind_of_source
-    def test_close_gives_everything_back(self, accelerator: Accelerator, kind: str) -> None:
+    @as_it_is_and_cast
+    def test_close_gives_everything_back(self, accelerator: Accelerator, kind: str, dtype: torch.dtype) -> None:
         before = getattr(accelerator, "pinned_bytes", 0)
         transfer = self.make_transfer(accelerator)
         values = torch.arange(float(self.several_chunks))
-        destination = accelerator.device_empty(self.several_chunks, dtype=torch.bfloat16)
+        destination = accelerator.device_empty(self.several_chunks, dtype=dtype)
         with host_source(accelerator, transfer, values, kind) as source:
             copy = transfer.submit(destination, source)
             transfer.close()
             assert transfer.pinned_bytes == 0
             copy.wait()
-            assert torch.equal(read(accelerator, destination), values.bfloat16())
+            check_copy(accelerator, destination, values.to(dtype), described(kind, dtype))
             transfer.close()
         assert getattr(accelerator, "pinned_bytes", 0) == before
 
@@ -106,11 +107,12 @@ class Lifetimes(Hooks):
 
     @pytest.mark.usefixtures("_collects_quickly")
     @each_kind_of_source
-    def test_dropping_a_transfer_in_flight(self, accelerator: Accelerator, kind: str) -> None:
+    @as_it_is_and_cast
+    def test_dropping_a_transfer_in_flight(self, accelerator: Accelerator, kind: str, dtype: torch.dtype) -> None:
         before = getattr(accelerator, "pinned_bytes", 0)
         transfer = self.make_transfer(accelerator)
         values = torch.arange(float(self.several_chunks))
-        destination = accelerator.device_empty(self.several_chunks, dtype=torch.bfloat16)
+        destination = accelerator.device_empty(self.several_chunks, dtype=dtype)
         with host_source(accelerator, transfer, values, kind) as source:
             given = source.nbytes if kind == "pinned" else 0
             copy = transfer.submit(destination, source)
@@ -119,4 +121,4 @@ class Lifetimes(Hooks):
             if hasattr(accelerator, "pinned_bytes"):
                 assert accelerator.pinned_bytes == before + given
             copy.wait()
-            assert torch.equal(read(accelerator, destination), values.bfloat16())
+            check_copy(accelerator, destination, values.to(dtype), described(kind, dtype))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
 from accelerators import Accelerator
 
@@ -15,7 +18,29 @@ from ..errors import (
     UnsupportedDtypeError,
 )
 from ..interface import HostToDeviceTransfer
-from ._hooks import GUARD, Hooks, read
+from ._hooks import DTYPES, GUARD, Hooks, check_copy, read
+
+
+class Wrapped(Tensor):
+    """A tensor without memory of its own, as a DTensor or a quantised one is: the values are in another one."""
+
+    within: Tensor
+
+    @staticmethod
+    def __new__(cls, within: Tensor) -> Wrapped:
+        make: Any = Tensor._make_wrapper_subclass
+        made: Wrapped = make(cls, within.shape, dtype=within.dtype, device=within.device, strides=within.stride())
+        made.within = within
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        result = func(*(each.within if isinstance(each, cls) else each for each in args), **(kwargs or {}))
+        return cls(result) if isinstance(result, Tensor) else result
+
+
+class Plain(Tensor):
+    """A subclass that is its memory."""
 
 
 class Refuses(Hooks):
@@ -64,6 +89,31 @@ class Refuses(Hooks):
         transfer.copy(destination, torch.arange(6.0))
         assert read(accelerator, destination).tolist() == [0, 1, 2, 3, 4, 5]
 
+    def test_tensors_without_memory_of_their_own_are_refused(
+        self, accelerator: Accelerator, transfer: HostToDeviceTransfer
+    ) -> None:
+        for dtype in DTYPES:  # the address of each such tensor is 0: it may pass for the same memory, or overlap
+            destination = accelerator.device_empty(6, dtype=dtype)
+            destination.fill_(GUARD)
+            values = torch.arange(6.0)
+            functional = torch._to_functional_tensor(values)
+            for pair in (
+                (destination, Wrapped(values)),
+                (destination, functional),
+                (Wrapped(destination), values),
+                (Wrapped(destination), Wrapped(values)),
+            ):
+                with pytest.raises(InvalidTensorError, match="no memory of its own"):
+                    transfer.submit(*pair)
+                assert not transfer.is_host_to_device(*pair)
+            for source in (Wrapped(values), functional):
+                with pytest.raises(InvalidTensorError, match="no memory of its own"):
+                    transfer.prepare(source)
+            assert (read(accelerator, destination) == GUARD).all()
+            plain = values.as_subclass(Plain)
+            transfer.copy(destination, plain)
+            assert read(accelerator, destination).tolist() == [0, 1, 2, 3, 4, 5], "a plain subclass is its memory"
+
     def test_a_destination_that_overlaps_itself_is_refused(
         self, accelerator: Accelerator, transfer: HostToDeviceTransfer
     ) -> None:
@@ -107,7 +157,7 @@ class Refuses(Hooks):
         assert leaf.requires_grad
         assert leaf.is_leaf
         for destination in (plain, leaf):
-            assert torch.equal(read(accelerator, destination), torch.arange(800.0).bfloat16())
+            check_copy(accelerator, destination, torch.arange(800.0).bfloat16(), "a source that requires grad")
 
     def test_first_use_in_inference_mode(self, accelerator: Accelerator, transfer: HostToDeviceTransfer) -> None:
         destination = accelerator.device_empty(1000, dtype=torch.bfloat16)

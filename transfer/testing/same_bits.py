@@ -6,12 +6,24 @@ import itertools
 
 import pytest
 import torch
+from torch import Tensor
 
 from accelerators import Accelerator
-from accelerators.testing import bits
+from accelerators.testing import check_values
 
 from ..interface import HostToDeviceTransfer
-from ._hooks import Hooks, as_it_is_and_cast, each_kind_of_source, from_bits, host_source, random_bits, read
+from ._hooks import (
+    Hooks,
+    as_it_is_and_cast,
+    check_copy,
+    described,
+    each_kind_of_source,
+    from_bits,
+    host_source,
+    kinds_here,
+    random_bits,
+    read,
+)
 
 # fp32 bits, and the bits that round-to-nearest-even gives in bf16 and fp16. From IEEE 754: ties go
 # to the even neighbour, what rounds past the largest finite value is inf, subnormals are kept.
@@ -55,30 +67,30 @@ class SameBits(Hooks):
     def test_rounds_to_nearest_even(
         self, accelerator: Accelerator, transfer: HostToDeviceTransfer, dtype: torch.dtype, column: int
     ) -> None:
-        for copies in (1, 67):
-            source = from_bits([row[0] for row in ROUNDING]).repeat_interleave(copies)
-            destination = accelerator.device_empty(source.numel(), dtype=dtype)
-            transfer.copy(destination, source)
-            got = read(accelerator, destination).view(torch.int16).to(torch.int64) & 0xFFFF
-            assert got.tolist() == [row[column] for row in ROUNDING for _ in range(copies)]
+        for turn, kind in enumerate(kinds_here(accelerator)):
+            copies = (67, 1, 30)[turn]
+            values = from_bits([row[0] for row in ROUNDING]).repeat_interleave(copies)
+            rounded = torch.tensor([row[column] for row in ROUNDING]).to(torch.int16).view(dtype)
+            self._copies(accelerator, transfer, values, kind, dtype, rounded.repeat_interleave(copies))
 
     def test_a_nan_stays_a_nan(self, accelerator: Accelerator, transfer: HostToDeviceTransfer) -> None:
         # The last of these is a payload that plain truncation to bf16 would turn into inf.
-        source = from_bits([0x7FC00000, 0xFFC00000, 0x7FFFFFFF, 0x7F800001])
-        for dtype in (torch.bfloat16, torch.float16):
+        values = from_bits([0x7FC00000, 0xFFC00000, 0x7FFFFFFF, 0x7F800001])
+        for kind, dtype in itertools.product(kinds_here(accelerator), (torch.bfloat16, torch.float16, torch.float32)):
             destination = accelerator.device_empty(4, dtype=dtype)
-            transfer.copy(destination, source)
-            assert read(accelerator, destination).float().isnan().tolist() == [True] * 4
+            destination.fill_(1)
+            with host_source(accelerator, transfer, values, kind) as source:
+                transfer.copy(destination, source)
+                got = read(accelerator, destination).float().isnan().tolist()
+                assert got == [True] * 4, f"{described(kind, dtype)}: which of four NaNs are one: {got}"
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
     def test_equals_a_direct_copy(
         self, accelerator: Accelerator, transfer: HostToDeviceTransfer, dtype: torch.dtype
     ) -> None:
+        kinds = itertools.cycle(kinds_here(accelerator))
         for numel in (1, 2, 999, 1000, 1001, 20_007):
-            source = random_bits(numel, seed=numel)
-            destination = accelerator.device_empty(numel, dtype=dtype)
-            transfer.copy(destination, source)
-            assert torch.equal(bits(read(accelerator, destination)), bits(source.to(dtype))), f"{numel} elements"
+            self._copies(accelerator, transfer, random_bits(numel, seed=numel), next(kinds), dtype)
 
     @each_kind_of_source
     @as_it_is_and_cast
@@ -86,34 +98,42 @@ class SameBits(Hooks):
         self, accelerator: Accelerator, transfer: HostToDeviceTransfer, kind: str, dtype: torch.dtype
     ) -> None:
         for numel in (1, 1003, self.several_chunks):
-            values = random_bits(numel, seed=numel)
-            destination = accelerator.device_empty(numel, dtype=dtype)
-            with host_source(accelerator, transfer, values, kind) as source:
-                transfer.copy(destination, source)
-                assert torch.equal(bits(read(accelerator, destination)), bits(values.to(dtype))), f"{numel} elements"
+            self._copies(accelerator, transfer, random_bits(numel, seed=numel), kind, dtype)
 
     def test_more_than_a_mebibyte(self, accelerator: Accelerator, transfer: HostToDeviceTransfer) -> None:
-        source = random_bits(530_001, seed=2)
-        destination = accelerator.device_empty(530_001, dtype=torch.bfloat16)
-        transfer.copy(destination, source)
-        assert torch.equal(bits(read(accelerator, destination)), bits(source.to(torch.bfloat16)))
+        self._copies(accelerator, transfer, random_bits(530_001, seed=2), "pageable", torch.bfloat16)
 
     def test_every_pair_of_dtypes(self, accelerator: Accelerator, transfer: HostToDeviceTransfer) -> None:
         dtypes = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+        kinds = itertools.cycle(kinds_here(accelerator))
         for source_dtype, dtype in itertools.product(dtypes, dtypes):
-            source = random_bits(1003, seed=1).to(source_dtype)
-            destination = accelerator.device_empty(1003, dtype=dtype)
-            transfer.copy(destination, source)
-            assert torch.equal(bits(read(accelerator, destination)), bits(source.to(dtype))), (
-                f"{source_dtype} to {dtype}"
-            )
+            self._copies(accelerator, transfer, random_bits(1003, seed=1).to(source_dtype), next(kinds), dtype)
 
     def test_two_dtypes_in_turn(self, accelerator: Accelerator, transfer: HostToDeviceTransfer) -> None:
-        for seed, dtype in enumerate((torch.bfloat16, torch.float32, torch.bfloat16)):
-            source = random_bits(2000, seed)
-            destination = accelerator.device_empty(2000, dtype=dtype)
+        kinds = itertools.cycle(reversed(kinds_here(accelerator)))
+        for seed, dtype in enumerate((torch.bfloat16, torch.float32, torch.bfloat16, torch.float32)):
+            self._copies(accelerator, transfer, random_bits(2000, seed), next(kinds), dtype)
+
+    @staticmethod
+    def _copies(
+        accelerator: Accelerator,
+        transfer: HostToDeviceTransfer,
+        values: Tensor,
+        kind: str,
+        dtype: torch.dtype,
+        expected: Tensor | None = None,
+    ) -> None:
+        """Copies values from one kind of memory. Where nothing else is expected, they arrive as torch casts them."""
+        destination = accelerator.device_empty(values.numel(), dtype=dtype)
+        with host_source(accelerator, transfer, values, kind) as source:
             transfer.copy(destination, source)
-            assert torch.equal(bits(read(accelerator, destination)), bits(source.to(dtype)))
+            check_copy(
+                accelerator,
+                destination,
+                values.to(dtype) if expected is None else expected,
+                described(kind, dtype, values.dtype),
+            )
+            check_values(source, values, f"{described(kind, dtype, values.dtype)}: the source itself")
 
     def test_no_elements(self, accelerator: Accelerator, transfer: HostToDeviceTransfer) -> None:
         for shape in ((0,), (0, 8), (3, 0, 2)):

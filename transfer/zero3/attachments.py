@@ -54,7 +54,7 @@ class Attachments:
         """
         attachment = self.get(optimizer)
         if attachment is None and self.installed is not None and optimizer not in self._detached:
-            config = config_for_engine(self.installed.config, {})
+            config = config_for_engine(self.installed.config, None)
             attachment = Attachment(build_transfer(config), config, by_install=True)
             self.add(optimizer, attachment)
         return attachment
@@ -68,12 +68,14 @@ class Attachments:
         """
         stage3 = Stage3(optimizer)
         try:
+            for sub_group_id in stage3.sub_groups:
+                attachment.take_in(stage3, sub_group_id)
             pairs = [attachment.partitions(stage3, sub_group_id) for sub_group_id in stage3.sub_groups]
             for sub_group_id, pair in enumerate(pairs):
                 if pair is not None:
                     attachment.prepare(stage3, sub_group_id, pair[1])
         except BaseException:
-            attachment.give_up(stage3)
+            attachment.give_up()
             raise
         if stage3.keeps_masters_in_memory and not any(pairs):
             logger.warning(
@@ -86,7 +88,7 @@ class Attachments:
             self._by_optimizer[optimizer] = attachment
             self._detached.discard(optimizer)
         if before is not None and before.transfer is not attachment.transfer:
-            before.give_up(stage3)
+            before.give_up()
 
     def remove(self, optimizer: Any) -> Attachment | None:
         """Takes an optimizer's attachment away, and returns it; ``install`` does not attach it again."""

@@ -12,6 +12,7 @@ from ..config import TransferConfig
 from ..config_file import ENVIRONMENT_VARIABLE, ConfigLike, environment_path, resolve_config
 from ..errors import ConfigError, ConfigProblem
 from ..schema.problems import format_value
+from .stage3 import deepspeed_config, zero_config
 
 #: Top-level key of a DeepSpeed config that holds our section, or the path of a YAML file with it.
 SECTION = "host_to_device_transfer"
@@ -22,24 +23,25 @@ _SHORT_FORMS = ("h2d", "h2d_transfer", "host_to_device", "transfer")
 logger = logging.getLogger("transfer")
 
 
-def config_for_engine(argument: ConfigLike | None, deepspeed_config: Mapping[str, Any]) -> TransferConfig:
+def config_for_engine(argument: ConfigLike | None, engine: Any) -> TransferConfig:
     """The configuration for one engine.
 
     Args:
         argument: The caller's; wins over everything else.
-        deepspeed_config: The DeepSpeed config as a mapping; empty where it is not known.
+        engine: What was made with the DeepSpeed config; None, or any other object, where that is not known.
 
     Raises:
         ConfigError: The configuration that applies has mistakes; or the DeepSpeed config has a key
             that looks like a misspelt ``host_to_device_transfer``, which DeepSpeed would ignore, or
             an offload ``ratio`` below 1 together with NVMe, which fails in the first step.
     """
-    _refuse_partial_nvme(deepspeed_config)
-    if SECTION not in deepspeed_config:
-        _refuse_misspelt_section(deepspeed_config)
+    _refuse_partial_nvme(engine)
+    given = deepspeed_config(engine)  # only our section: of its own, DeepSpeed has understood what it has understood
+    if SECTION not in given:
+        _refuse_misspelt_section(given)
     if argument is not None:
         return resolve_config(argument)
-    section = deepspeed_config.get(SECTION)
+    section = given.get(SECTION)
     if environment_path():
         if section is not None:
             logger.warning("$%s overrides %s of the DeepSpeed config", ENVIRONMENT_VARIABLE, SECTION)
@@ -52,14 +54,23 @@ def config_for_engine(argument: ConfigLike | None, deepspeed_config: Mapping[str
     return resolve_config(section, origin=SECTION)
 
 
-def _refuse_partial_nvme(deepspeed_config: Mapping[str, Any]) -> None:
-    zero = deepspeed_config.get("zero_optimization")
-    offload = zero.get("offload_optimizer") if isinstance(zero, Mapping) else None
-    if not isinstance(offload, Mapping) or offload.get("device") != "nvme":
-        return
-    ratio = offload.get("ratio", 1.0)
-    if isinstance(ratio, int | float) and ratio < 1:
-        message = f"found {format_value(ratio)} with `device: nvme`; only `device: cpu` keeps a part on the device"
+def _refuse_partial_nvme(engine: Any) -> None:
+    """Goes by what DeepSpeed has made of its config: a number may stand in quotes there, or be left to a default."""
+    from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig
+
+    offload = getattr(zero_config(engine), "offload_optimizer", None)
+    if offload is None:
+        zero = deepspeed_config(engine).get("zero_optimization")
+        section = zero.get("offload_optimizer") if isinstance(zero, Mapping) else None
+        if not isinstance(section, Mapping):
+            return
+        try:
+            offload = DeepSpeedZeroOffloadOptimizerConfig(**section)
+        except ValueError:  # which DeepSpeed says itself
+            return
+    if offload.device == "nvme" and offload.ratio < 1:
+        found = format_value(offload.ratio)
+        message = f"found {found} with `device: nvme`; only `device: cpu` keeps a part on the device"
         raise ConfigError([ConfigProblem("zero_optimization.offload_optimizer.ratio", message)])
 
 

@@ -12,7 +12,7 @@ device, DeepSpeed's own code runs. ``step`` has the other patches of a step, whi
 
 from __future__ import annotations
 
-import functools
+import logging
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -21,12 +21,18 @@ from ..config_file import ConfigLike, resolve_config
 from ..errors import AttachError, run_all
 from ..interface import HostToDeviceTransfer
 from ..routing import build_transfer
-from . import checkpoint, patching, stage3, step
+from . import checkpoint, finding, patching, stage3, step, summary
 from .attachment import Attachment
 from .attachments import Installed, attachments
 from .config import config_for_engine
 from .patching import Patch
+from .plan import why_wait
 from .stage3 import Stage3
+
+logger = logging.getLogger("transfer")
+
+#: What follows where a part of DeepSpeed has moved.
+_NOTHING = "nothing is replaced, and DeepSpeed's own code runs"
 
 
 def attach(engine: Any, transfer: HostToDeviceTransfer | ConfigLike | None = None) -> HostToDeviceTransfer:
@@ -36,8 +42,17 @@ def attach(engine: Any, transfer: HostToDeviceTransfer | ConfigLike | None = Non
     closes the transfer, so that nothing stays pinned; it can be used again. Blocks while masters are prepared
     (page-locked). Starts the accelerator, to see which copies go from host to device.
 
+    Page-locking changes what *your* copies from and to masters mean: with ``non_blocking=True`` they were over when
+    they returned, and are not any more. Synchronize before you read or write such a master, or set
+    ``pinned_direct.page_lock: false``.
+
+    Copies run on behind the CPU optimizer only where all code up to the end of the step is DeepSpeed's, torch's or
+    ours. Otherwise each copy-back waits, and the logger ``transfer`` says why, at level INFO. Where this version of
+    DeepSpeed has moved what is replaced, a warning names it, and DeepSpeed's own code runs.
+
     Args:
-        engine: A DeepSpeed engine, its ZeRO-3 optimizer, or a framework's wrapper of either.
+        engine: A DeepSpeed engine, its ZeRO-3 optimizer, or a framework's wrapper of either (``.engine``, ``.module``,
+            ``.optimizer``, ...).
         transfer: A ``HostToDeviceTransfer``; or a configuration as for ``build_transfer``; or None:
             the file in ``$H2D_CONFIG``, else the section ``host_to_device_transfer`` of the engine's
             DeepSpeed config, else the defaults.
@@ -51,20 +66,19 @@ def attach(engine: Any, transfer: HostToDeviceTransfer | ConfigLike | None = Non
         AcceleratorFailedError: The accelerator is unknown or not available here.
         Exception: What the transfer's ``prepare`` raises. The engine is unchanged in every case.
     """
-    optimizer = stage3.find_optimizer(engine)
+    optimizer = finding.find(engine, stage3.is_zero3)
     if optimizer is None:
-        inner = getattr(engine, "optimizer", None)
-        used = "" if inner is None else f" (its optimizer is {type(inner).__name__})"
-        raise AttachError(
-            f"{type(engine).__name__} is not a DeepSpeed 0.16 to 0.19 ZeRO-3 engine{used}: set "
-            "`zero_optimization.stage` to 3, and attach after deepspeed.initialize"
-        )
+        raise AttachError(_no_zero3(engine))
     if stage3.COPY_BACK in vars(optimizer):
         raise AttachError(f"{stage3.COPY_BACK} of this engine's optimizer has been replaced by other code already")
     if isinstance(transfer, HostToDeviceTransfer):
         wanted, config = transfer, None
     else:
-        wanted, config = None, config_for_engine(transfer, stage3.deepspeed_config(engine))
+        made_with = finding.find(engine, lambda each: bool(stage3.deepspeed_config(each)))
+        config = config_for_engine(transfer, made_with)
+        wanted = None
+    if not _can_serve(optimizer):
+        return wanted if wanted is not None else build_transfer(config)
     with attachments.lock:
         current = attachments.get(optimizer)
         if current is not None and (current.transfer is wanted if wanted is not None else current.config == config):
@@ -72,7 +86,7 @@ def attach(engine: Any, transfer: HostToDeviceTransfer | ConfigLike | None = Non
             _patch(type(optimizer))
             return current.transfer
     chosen = wanted if wanted is not None else build_transfer(config)
-    _add(optimizer, Attachment(chosen, config, engine=stage3.find_engine(engine)))
+    _add(optimizer, Attachment(chosen, config, engine=finding.weakly(finding.find(engine, finding.is_engine))))
     return chosen
 
 
@@ -85,20 +99,21 @@ def detach(engine: Any) -> None:
     Raises:
         Exception: What the transfer's ``close`` raises; the engine is detached all the same.
     """
-    optimizer = stage3.find_optimizer(engine)
+    optimizer = finding.find(engine, stage3.is_zero3)
     if optimizer is None:
         return
     attachment = attachments.remove(optimizer)
     _unpatch_if_idle()
     if attachment is not None:
-        attachment.give_up(Stage3(optimizer))
+        attachment.give_up()
 
 
 def install(config: ConfigLike | None = None) -> None:
     """Attaches every ZeRO-3 engine of this process.
 
     Engines made from now on are attached when they are made, older ones at their next step or copy-back.
-    Installing again replaces the configuration for engines to come.
+    Installing again replaces the configuration for engines to come. Where this version of DeepSpeed has moved what is
+    replaced, a warning names it, and nothing is installed.
 
     Args:
         config: As for ``build_transfer``. None: for each engine ``$H2D_CONFIG``, else its
@@ -111,11 +126,20 @@ def install(config: ConfigLike | None = None) -> None:
             as is an accelerator that is not available; for older engines, by their next step.
     """
     checked = resolve_config(config)
-    engine_class = stage3.engine_class()
+    try:
+        engine_class, optimizer_classes = stage3.engine_class(), stage3.optimizer_classes()
+    except ImportError as error:
+        _warn_of_moved([error.name or str(error)], _NOTHING)
+        return
+    if not all(map(_can_serve, optimizer_classes)):
+        return
+    if not hasattr(engine_class, stage3.CONFIGURE):
+        _warn_of_moved([stage3.CONFIGURE], _NOTHING)
+        return
     with attachments.lock:
         attachments.installed = Installed(None if config is None else checked)
         patching.patch(engine_class, stage3.CONFIGURE, _configure)
-        for optimizer_class in stage3.optimizer_classes():
+        for optimizer_class in optimizer_classes:
             _patch(optimizer_class)
 
 
@@ -129,7 +153,7 @@ def uninstall() -> None:
     """
     by_install = attachments.uninstall()
     _unpatch_if_idle()
-    run_all([functools.partial(attachment.give_up, Stage3(optimizer)) for optimizer, attachment in by_install])
+    run_all([attachment.give_up for _, attachment in by_install])
 
 
 def _configure(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -140,9 +164,9 @@ def _configure(original: Callable[..., Any]) -> Callable[..., Any]:
         if installed is None:
             return original(engine, *args, **kwargs)
         # Before the optimizer is built: a mistake in the configuration should not cost that wait.
-        config = config_for_engine(installed.config, stage3.deepspeed_config(engine))
+        config = config_for_engine(installed.config, engine)
         optimizer = original(engine, *args, **kwargs)
-        if stage3.is_zero3(optimizer):
+        if stage3.is_zero3(optimizer) and _can_serve(optimizer):
             _add(optimizer, Attachment(build_transfer(config), config, by_install=True, engine=weakref.ref(engine)))
         return optimizer
 
@@ -156,7 +180,7 @@ def _destroy(original: Callable[..., Any]) -> Callable[..., Any]:
         attachment = attachments.remove(optimizer)
         try:
             if attachment is not None:
-                attachment.give_up(Stage3(optimizer), close=True)
+                attachment.give_up(close=True)
         finally:
             original(optimizer, *args, **kwargs)
             _unpatch_if_idle()
@@ -171,10 +195,38 @@ def _add(optimizer: Any, attachment: Attachment) -> None:
     attachments.add(optimizer, attachment)
     with attachments.lock:
         _patch(type(optimizer))
+    summary.attached(optimizer, attachment)
+    if hasattr(optimizer, stage3.STEP):
+        attachment.say(why_wait(Stage3(optimizer), deferred=attachment.deferred))
 
 
 def _patch(optimizer_class: type) -> None:
     patching.patch_class(optimizer_class, stage3.optimizer_classes(), _PATCHES)
+
+
+def _no_zero3(engine: Any) -> str:
+    """Why there is nothing to attach to."""
+    inner = finding.find(engine, finding.is_engine)
+    if inner is None:
+        remedy = "pass what deepspeed.initialize returned; what wraps it here is not known"
+    else:
+        used = type(getattr(inner, "optimizer", None)).__name__
+        remedy = f"its optimizer is {used}; set `zero_optimization.stage` to 3"
+    return f"{type(engine).__name__} is not a DeepSpeed 0.16 to 0.19 ZeRO-3 engine, and holds none: {remedy}"
+
+
+def _can_serve(thing: Any) -> bool:
+    """Whether copy-backs of a ZeRO-3 optimizer, or a class of them, can be replaced; warns where anything has moved."""
+    missing, can_serve = stage3.moved(thing)
+    if missing:
+        _warn_of_moved(missing, "each copy-back waits at once" if can_serve else _NOTHING)
+    return can_serve
+
+
+def _warn_of_moved(missing: list[str], consequence: str) -> None:
+    names, version = ", ".join(f"`{name}`" for name in missing), stage3.deepspeed_version()
+    read = "{} to {}".format(*stage3.READ)
+    logger.warning("DeepSpeed %s has no %s where %s have it: %s", version, names, read, consequence)
 
 
 def _unpatch_if_idle() -> None:

@@ -46,6 +46,13 @@ def is_patched(function: Any) -> bool:
     return isinstance(function, Hashable) and function in _originals
 
 
+def original(function: Any) -> Any:
+    """The method that a function of ours replaces; any other value as it is, also a function that wraps such a one."""
+    while is_patched(function):
+        function = _originals[function]
+    return function
+
+
 def remove_all() -> None:
     """Restores every method, except where other code has wrapped the patch: there the patch stays."""
     for owner, name in list(active):

@@ -11,9 +11,9 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from ..interface import HostToDeviceTransfer
+from .known_code import step_hooks, unknown_everywhere, unknown_in
 from .patching import is_patched
-from .stage3 import Stage3
-from .tiles import can_tile, has_post_hooks
+from .stage3 import COPY_BACK, POST_STEP, RELEASE, UPDATE, Stage3, moved, unread_version, updates_in_parts
 
 
 class StepPlan:
@@ -25,6 +25,7 @@ class StepPlan:
         deferred: Whether the configuration lets copies run on to the end of the step.
 
     Attributes:
+        waits_because: Why each copy-back of this step waits, as far as was known at its start; None where they do not.
         swapped: The sub-groups whose state is on NVMe.
         exposed: Those whose copy no later update hides (``exposed``); empty where updates cannot be made in tiles.
         tiled: The sub-group whose copy-back was submitted while it was updated, or None.
@@ -36,12 +37,11 @@ class StepPlan:
     def __init__(self, stage3: Stage3, transfer: HostToDeviceTransfer, *, deferred: bool) -> None:
         self._stage3, self._transfer = stage3, transfer
         self._answers: dict[int, tuple[Any, bool]] = {}
-        self._cpu_optimizer, loop = stage3.cpu_optimizer, stage3.loop()
-        self._loop = loop if deferred and _is_known(loop) and not stage3.overrides_step else None
+        self.waits_because = why_wait(stage3, deferred=deferred)
         self.swapped = stage3.swapped()
         self.exposed: set[int] = set()
         self.tiled: int | None = None
-        if self.defers() and can_tile(self._cpu_optimizer):
+        if self.waits_because is None and updates_in_parts(stage3.cpu_optimizer):
             pairs = [self.partitions(each) for each in stage3.sub_groups]
             self.exposed = exposed([0 if pair is None else pair[0].numel() for pair in pairs], self.swapped)
 
@@ -59,12 +59,13 @@ class StepPlan:
         return pair if known[1] else None
 
     def defers(self) -> bool:
-        """Whether the copies of this step may still run on to its end.
+        """Whether the copies of this step may still run on to its end: ``why_wait``, asked again.
 
-        False where code other than DeepSpeed's and ours runs in the rest of the step, such as a subclass, a wrapper or
-        a hook of the optimizer: it might read or change the partitions. False once that code differs from the plan's.
+        False from the first answer on that said so.
         """
-        return self._loop is not None and self._stage3.loop() == self._loop and not has_post_hooks(self._cpu_optimizer)
+        if self.waits_because is None:
+            self.waits_because = why_wait(self._stage3, deferred=True)
+        return self.waits_because is None
 
 
 def exposed(elements: Sequence[int], swapped: Collection[int]) -> set[int]:
@@ -86,6 +87,31 @@ def exposed(elements: Sequence[int], swapped: Collection[int]) -> set[int]:
     return found
 
 
-def _is_known(loop: list[Any]) -> bool:
-    """Whether each method from a copy-back to the end of the step exists and is patched; see ``Stage3.loop``."""
-    return all(map(is_patched, loop[:-1]))
+def why_wait(stage3: Stage3, *, deferred: bool) -> str | None:
+    """Why copies must not run on behind the rest of a step, as a reason that follows "because", or None.
+
+    See ``StepPlan`` for ``deferred``.
+
+    They may only where each method that the patches rely on is there, is of a version of DeepSpeed that was read, and
+    has our patch; and where all code that runs up to the end of the step is DeepSpeed's, torch's or ours. Other code,
+    such as a subclass, a wrapper, a replaced method or a hook, might read or change the partitions.
+    """
+    if not deferred:
+        return "the configuration says `completion: immediate`"
+    missing, _ = moved(stage3.optimizer)
+    if missing:
+        return f"there is no `{missing[0]}`"
+    if stage3.overrides_step:
+        return "SuperOffload and ZenFlow order a step differently"
+    unread = unread_version()
+    if unread is not None:
+        return unread
+    updaters = stage3.updaters()
+    asked = (*map(unknown_in, (*stage3.helpers(), *updaters)), *map(step_hooks, updaters), unknown_everywhere())
+    unknown = next((each for each in asked if each is not None), None)
+    if unknown is not None:
+        return f"{unknown}, may read or change partitions"
+    for name in (UPDATE, COPY_BACK, RELEASE, POST_STEP):
+        if not is_patched(getattr(type(stage3.optimizer), name)):
+            return f"`{name}` is DeepSpeed's own again"
+    return None

@@ -8,12 +8,14 @@ in 0.16.0, 0.17.6, 0.18.9, 0.19.3, 0.19.6 and 0.19.8; ``NAMES`` says in which of
 from __future__ import annotations
 
 import contextlib
-import weakref
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from packaging.version import InvalidVersion, Version
+
+from accelerators.overlap import memory_problem
 
 #: The methods that are replaced, in the order of a step.
 STEP = "step"
@@ -26,51 +28,37 @@ RESET = "reset_swap_buffers"
 DESTROY = "destroy"
 CONFIGURE = "_configure_zero_optimizer"
 
+#: The methods that a step's patches rely on: those that are replaced, and those that run in between.
+_REPLACED = (STEP, UPDATE, COPY_BACK, RELEASE, POST_STEP)
+SITES = (*_REPLACED, "_prepare_sub_group", "unscale_and_clip_grads")
+_FLAT = ("fp16_partitioned_groups_flat", "fp32_partitioned_groups_flat")
+#: The first and the last version whose step was read.
+READ = (Version("0.16.0"), Version("0.19.8"))
+
 _ALL, _SINCE_0_17, _SINCE_0_18 = ("0.16.0", "0.19.8"), ("0.17.6", "0.19.8"), ("0.18.9", "0.19.8")
 #: Each private name, with the first and the last version in which it was read.
 NAMES = {
-    # ZeRO-3's optimizer
-    "DeepSpeedZeroOptimizer_Stage3": _ALL,
-    UPDATE: _ALL,
-    COPY_BACK: _ALL,  # the same body in all of them; SuperOffload has its own
-    RELEASE: _ALL,
-    POST_STEP: _ALL,
-    RESET: _ALL,
-    "_prepare_sub_group": _ALL,
-    "_unflatten_partitioned_parameters": _ALL,
-    "_swappable_optimizer_subgroup": _ALL,
-    "fp16_partitioned_groups_flat": _ALL,
-    "fp32_partitioned_groups_flat": _ALL,
-    "swap_optimizer": _ALL,
+    # ZeRO-3's optimizer; the copy-back has the same body in all of these, and SuperOffload has its own
+    **dict.fromkeys(("DeepSpeedZeroOptimizer_Stage3", UPDATE, COPY_BACK, RELEASE, POST_STEP, RESET), _ALL),
+    **dict.fromkeys(("_prepare_sub_group", "unscale_and_clip_grads", "_unflatten_partitioned_parameters"), _ALL),
+    **dict.fromkeys(("fp16_partitioned_groups_flat", "fp32_partitioned_groups_flat"), _ALL),
+    **dict.fromkeys(("swap_optimizer", "_swappable_optimizer_subgroup"), _ALL),
     "zenflow": _SINCE_0_17,
-    "SuperOffloadOptimizer_Stage3": _SINCE_0_18,
-    "superoffload_cpu_optimizer": _SINCE_0_18,
+    **dict.fromkeys(("SuperOffloadOptimizer_Stage3", "superoffload_cpu_optimizer"), _SINCE_0_18),
     # Its swapper
-    "optimizer_swapper": _ALL,
-    "swap_buffer_manager": _ALL,
-    "all_buffers": _ALL,
-    "used_buffer_index": _ALL,
-    "swap_params_info": _ALL,
+    **dict.fromkeys(("optimizer_swapper", "swap_buffer_manager", "all_buffers", "used_buffer_index"), _ALL),
+    **dict.fromkeys(("swap_params_info", "release_unswapped_gradients", "ds_id"), _ALL),
     "swap_paths": ("0.16.0", "0.16.0"),  # the master's is the first
     "swap_path": _SINCE_0_17,  # of each of an info's ``tensors``
-    "release_unswapped_gradients": _ALL,
-    "ds_id": _ALL,
     # CPU Adam
-    "DeepSpeedCPUAdam": _ALL,
-    "ds_opt_adam": _ALL,
-    "adam_update": _ALL,
+    **dict.fromkeys(("DeepSpeedCPUAdam", "ds_opt_adam", "adam_update"), _ALL),
     # The engine
-    "DeepSpeedEngine": _ALL,
-    CONFIGURE: _ALL,
-    "_param_dict": _ALL,
+    **dict.fromkeys(("DeepSpeedEngine", CONFIGURE, "_param_dict"), _ALL),
 }
 
 #: From this version on, a CPU Adam update with the step number of the one before leaves the op's state alone; before
 #: it, each update moves the state on (``csrc/includes/cpu_adam.h``, IncrementStep).
 _PARTS_SINCE = Version("0.19.3")
-
-#: The module of CPU Adam, whose functions make up its ``step``.
-CPU_ADAM_MODULE = "deepspeed.ops.adam.cpu_adam"
 
 
 @dataclass(frozen=True)
@@ -112,34 +100,36 @@ class Stage3:
         optimizer = self.optimizer
         return bool(getattr(optimizer, "offload_optimizer", False)) and not getattr(optimizer, "swap_optimizer", False)
 
-    def loop(self) -> list[Any]:
-        """The functions that run from the first copy-back of a step to its end; None for one that is missing.
+    def updaters(self) -> list[Any]:
+        """The optimizers that update masters: the host's, the device's, and Muon's own; None for one that is not."""
+        muon = getattr(self.cpu_optimizer, "aux_optimizer", None)
+        return [self.cpu_optimizer, getattr(self.optimizer, "backup_optimizer", None), muon]
 
-        The last is the CPU optimizer's step. Two lists are equal where the same code runs.
-        """
-        cls, own = type(self.optimizer), vars(self.optimizer)
-        methods = [own.get(name, getattr(cls, name, None)) for name in (UPDATE, COPY_BACK, RELEASE, POST_STEP)]
-        return [*methods, getattr(getattr(self.optimizer, "optimizer", None), STEP, None)]
+    def helpers(self) -> list[Any]:
+        """The other objects whose code runs in a step, and the optimizer itself."""
+        names = ("timers", "loss_scaler", "optimizer_swapper", "torch_autocast_gradscaler")
+        found = (getattr(self.optimizer, name, None) for name in names)
+        return [self.optimizer, *found, getattr(self.cpu_optimizer, "ds_opt_adam", None)]
 
     def master(self, sub_group_id: int) -> Any:
-        """The fp32 master partition, flat; a placeholder while it is on NVMe."""
-        return self.optimizer.fp32_partitioned_groups_flat[sub_group_id].data
+        """The fp32 master partition itself, flat; a placeholder while it is on NVMe."""
+        return self.optimizer.fp32_partitioned_groups_flat[sub_group_id]
 
     def partitions(self, sub_group_id: int) -> tuple[Any, Any] | None:
         """The low-precision and the master partition, both flat.
 
         Returns:
             None where the copy-back is not a copy from one to the other on the device: the low-precision partition is
-            offloaded (``offload_states``, ``offload_param``), or is the master itself (autocast).
+            offloaded (``offload_states``, ``offload_param``), is the master itself (autocast), or no plain memory.
         """
         optimizer = self.optimizer
         flat = optimizer.fp16_partitioned_groups_flat
         if sub_group_id >= len(flat) or flat[sub_group_id] is None or getattr(optimizer, "offload_param", False):
             return None
         destination, master = flat[sub_group_id].data, optimizer.fp32_partitioned_groups_flat[sub_group_id].data
-        if destination.numel() and destination.data_ptr() == master.data_ptr():
-            return None
-        return destination, master
+        plain = memory_problem(destination) is None is memory_problem(master)
+        is_master = plain and destination.numel() and destination.data_ptr() == master.data_ptr()
+        return None if is_master or not plain else (destination, master)
 
     def unflatten(self, sub_group_id: int) -> None:
         """Lets the parameters' partitions point into the flat low-precision partition."""
@@ -220,30 +210,9 @@ def engine_class() -> type:
     return DeepSpeedEngine  # type: ignore[no-any-return]
 
 
-def find_optimizer(engine: Any) -> Any:
-    """The ZeRO-3 optimizer in an engine, a wrapper of one, or itself; None where there is none."""
-    return next(filter(is_zero3, _unwrapped(engine)), None)
-
-
-def _unwrapped(engine: Any) -> Iterator[Any]:
-    for _ in range(4):  # framework wrapper -> engine -> optimizer wrapper -> optimizer
-        yield engine
-        engine = getattr(engine, "optimizer", None)
-
-
-def is_zero3(optimizer: Any) -> bool:
-    """Whether this is a ZeRO-3 optimizer as it is known here."""
-    flat = ("fp16_partitioned_groups_flat", "fp32_partitioned_groups_flat")
-    return all(hasattr(optimizer, name) for name in (COPY_BACK, *flat, "_unflatten_partitioned_parameters"))
-
-
-def find_engine(engine: Any) -> weakref.ref[Any] | None:
-    """The DeepSpeed engine in a framework's wrapper, or itself: what has a monitor."""
-    for candidate in _unwrapped(engine):
-        if hasattr(candidate, "monitor") and hasattr(candidate, "global_samples"):
-            with contextlib.suppress(TypeError):  # it takes no weak references
-                return weakref.ref(candidate)
-    return None
+def is_zero3(thing: Any) -> bool:
+    """Whether this is a ZeRO-3 optimizer, also one that has ``moved`` something."""
+    return hasattr(thing, COPY_BACK) or all(hasattr(thing, name) for name in _FLAT)
 
 
 def deepspeed_config(engine: Any) -> Mapping[str, Any]:
@@ -252,14 +221,47 @@ def deepspeed_config(engine: Any) -> Mapping[str, Any]:
     return config if isinstance(config, Mapping) else {}
 
 
+def zero_config(engine: Any) -> Any:
+    """The section ``zero_optimization`` as DeepSpeed has read and checked it, or None where it is not known."""
+    return getattr(getattr(engine, "_config", None), "zero_config", None)
+
+
 def deepspeed_version() -> Version:
     """The version of DeepSpeed; 0 for one that is no version."""
     import deepspeed
 
+    return _version(deepspeed.__version__)
+
+
+@functools.cache
+def _version(text: str) -> Version:
     try:
-        return Version(deepspeed.__version__)
+        return Version(text)
     except InvalidVersion:
         return Version("0")
+
+
+def unread_version() -> str | None:
+    """That the step of this version of DeepSpeed was not read, or None if it was."""
+    version, (first, last) = deepspeed_version(), READ
+    if first.release <= version.release <= last.release:
+        return None
+    return f"the step of DeepSpeed {version} was not read, those of {first} to {last} were"
+
+
+def moved(thing: Any) -> tuple[list[str], bool]:
+    """What the patches rely on and a ZeRO-3 optimizer, or a class of them, lacks; and whether copy-backs can be served.
+
+    DeepSpeed's own classes need all of it. Others may have no step, and may wait in each copy-back.
+    """
+    cls = thing if isinstance(thing, type) else type(thing)
+    needed: tuple[str, ...] = SITES if issubclass(cls, tuple(optimizer_classes())) else _REPLACED
+    sites = [name for name in needed if not callable(getattr(thing, name, None))]
+    attributes = ("_unflatten_partitioned_parameters", *(() if thing is cls else _FLAT))
+    others = [name for name in (COPY_BACK, *attributes) if not hasattr(thing, name)]
+    if len(sites) == len(needed) - 1 and not others:
+        return [], True
+    return list(dict.fromkeys(sites + others)), not others and (needed is not SITES or not sites)
 
 
 def updates_in_parts(cpu_optimizer: Any) -> bool:

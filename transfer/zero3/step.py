@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from . import monitor, stage3
+from . import stage3, summary
 from .attachments import attachments
 from .patching import Patch
 from .plan import StepPlan
@@ -25,10 +25,11 @@ def step(original: Callable[..., Any]) -> Callable[..., Any]:
         if attachment is None or attachment.plan is not None:  # a step within a step
             return original(optimizer, *args, **kwargs)
         attachment.finish()  # what an interrupted step has left
-        report = monitor.reporter(attachment)
+        report = summary.reporter(attachment)
         with attachment.finishing():
             try:
                 attachment.plan = StepPlan(Stage3(optimizer), attachment.transfer, deferred=attachment.deferred)
+                attachment.say(attachment.plan.waits_because)
                 result = original(optimizer, *args, **kwargs)
             finally:
                 attachment.plan = None
@@ -56,7 +57,7 @@ def update(original: Callable[..., Any]) -> Callable[..., Any]:
             if attachments.get(optimizer) is attachment:  # else another transfer was attached meanwhile: it copies all
                 plan.tiled = sub_group_id
                 part = (offset, length)
-                attachment.submit(sub_group_id, destination.narrow(0, *part), master.narrow(0, *part))
+                attachment.submit(sub_group_id, destination.narrow(0, *part), master.narrow(0, *part), offset)
 
         view = Stage3(optimizer)
         attachment.prepare(view, sub_group_id, master)
@@ -73,15 +74,16 @@ def copy_back(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(optimizer, sub_group_id)
         view, plan = Stage3(optimizer), attachment.plan
         pair = attachment.partitions(view, sub_group_id)
+        summary.of(attachment).copy_back(view, sub_group_id, served=pair is not None)
         if pair is None:
             return original(optimizer, sub_group_id)
         attachment.prepare(view, sub_group_id, pair[1])
         if plan is None:  # outside of a step, as when a checkpoint is loaded
-            attachment.transfer.copy(*pair)
+            attachment.copy(sub_group_id, *pair)
         elif not plan.defers():
             attachment.finish()  # tiles of this master, and everything that other code might see
             # `copy` waits: the next forward's all-gathers run on a stream that does not wait for this one.
-            attachment.transfer.copy(*pair)
+            attachment.copy(sub_group_id, *pair)
         elif plan.tiled != sub_group_id:
             attachment.submit(sub_group_id, *pair)
         if plan is not None:
@@ -107,6 +109,7 @@ def post_step(original: Callable[..., Any]) -> Callable[..., Any]:
         attachment = attachments.get(optimizer)
         if attachment is not None:
             attachment.finish()
+            summary.of(attachment).step(Stage3(optimizer))
         return original(optimizer, *args, **kwargs)
 
     return patched

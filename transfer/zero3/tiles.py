@@ -12,19 +12,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from .stage3 import CPU_ADAM_MODULE, STEP, replacing_op, updates_in_parts
+from .stage3 import replacing_op
 
 #: Tiles begin at multiples of this many elements: far above 8 registers of 16 values, the op's stride.
 ALIGNMENT_ELEMENTS = 2**16
 #: The least elements of a tile: a rest of less than two such tiles is one. 2^21 elements are copied in about 0.2 ms.
 SMALLEST_ELEMENTS = 2**21
-#: The modules whose functions may make up the step of CPU Adam: other code might change the result after it.
-_KNOWN_MODULES = {
-    CPU_ADAM_MODULE,
-    "torch.optim.lr_scheduler",
-    "torch.optim.optimizer",
-    "torch.utils._contextlib",
-}
 
 
 def plan_tiles(numel: int) -> Iterator[tuple[int, int]]:
@@ -39,35 +32,12 @@ def plan_tiles(numel: int) -> Iterator[tuple[int, int]]:
     yield offset, numel - offset
 
 
-def can_tile(optimizer: Any) -> bool:
-    """Whether the optimizer's update may be made in parts, and no other code changes the result after it.
-
-    Args:
-        optimizer: What ZeRO-3 calls ``step`` of.
-    """
-    return (
-        updates_in_parts(optimizer)
-        and not has_post_hooks(optimizer)
-        and _is_known(getattr(optimizer, STEP))
-        and _is_known(getattr(type(optimizer), STEP))
-    )
-
-
-def has_post_hooks(optimizer: Any) -> bool:
-    """Whether torch calls registered hooks after each step of this optimizer."""
-    from torch.optim import optimizer as torch_optimizer
-
-    return bool(getattr(optimizer, "_optimizer_step_post_hooks", None)) or bool(
-        getattr(torch_optimizer, "_global_optimizer_post_hooks", None)
-    )
-
-
 @contextmanager
 def updating_in_tiles(optimizer: Any, master: Any, submit: Callable[[int, int], None]) -> Iterator[None]:
     """Within the block, the update of ``master`` is made in tiles.
 
     Args:
-        optimizer: One that ``can_tile``.
+        optimizer: A CPU Adam of which ``updates_in_parts`` holds.
         master: The flat fp32 partition.
         submit: Called with offset and length of each tile after it was updated.
     """
@@ -95,13 +65,3 @@ def updating_in_tiles(optimizer: Any, master: Any, submit: Callable[[int, int], 
 
     with replacing_op(optimizer, update):
         yield
-
-
-def _is_known(function: Any) -> bool:
-    """Whether a function and all that it wraps were written by DeepSpeed or torch."""
-    while function is not None:
-        function = getattr(function, "__func__", function)
-        if getattr(function, "__globals__", {}).get("__name__") not in _KNOWN_MODULES:
-            return False
-        function = getattr(function, "__wrapped__", None)
-    return True

@@ -224,6 +224,18 @@ def test_a_link_stays_one(file, tmp_path):
     assert file.read_text().startswith("#")
 
 
+def test_a_link_that_waits_for_the_temporary_file_is_not_followed(file, tmp_path):
+    """In a folder where others may write, who can guess the name."""
+    (tmp_path / "mine").write_text("mine")
+    target = tmp_path / "shared" / "profile.yaml"
+    target.parent.mkdir()
+    (target.parent / f".profile.yaml.{os.getpid()}").symlink_to(tmp_path / "mine")
+    MachineProfile.load(file).save(target)
+    assert (tmp_path / "mine").read_text() == "mine"
+    assert MachineProfile.load(target) == MachineProfile.load(file)
+    assert [path.name for path in target.parent.iterdir()] == ["profile.yaml"]
+
+
 def test_of_this_machine(file, this_machine):
     assert MachineProfile.load(file).mismatch(this_machine) is None
 

@@ -1,5 +1,6 @@
 """Every mistake in a configuration: where it is, what was found, what is allowed, what was meant."""
 
+import importlib.metadata
 import os
 import pickle
 import textwrap
@@ -33,6 +34,18 @@ def yaml_file(tmp_path):
         return path
 
     return write
+
+
+@pytest.fixture
+def no_plug_ins(monkeypatch):
+    """Hides what is installed on this machine, whose names messages would list too."""
+    every = importlib.metadata.entry_points
+    names = {"transfer.strategies", "transfer.accelerators"}
+
+    def without(**selected):
+        return () if selected.get("group") in names else every(**selected)
+
+    monkeypatch.setattr(importlib.metadata, "entry_points", without)
 
 
 def complaint(path):
@@ -114,14 +127,25 @@ def test_mistakes_in_nvme_swapped(yaml_file, line, expected):
 
 
 @pytest.mark.parametrize("text", ["", "# nothing yet\n", "transfer:\n", "transfer: {}\n", "---\n"])
-def test_nothing_means_the_defaults(yaml_file, text):
-    assert load_config(yaml_file(text)) == TransferConfig()
+def test_nothing_means_the_defaults_and_an_empty_file_is_told_of(yaml_file, caplog, text):
+    path = yaml_file(text)
+    assert load_config(path) == TransferConfig()
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    empty = f"{path} is empty, and the defaults apply; write `transfer: {{}}` there if that is meant"
+    assert told == ([] if "transfer" in text else [empty])
     assert TransferConfig().section("pinned_staged").chunk_elements == 16_777_216
 
 
 @pytest.mark.parametrize(
     ("written", "meant"),
-    [("67_108_864", 67_108_864), ("0x4000000", 67_108_864), ("1", 1), ("1073741824", 1_073_741_824)],
+    [
+        ("67_108_864", 67_108_864),
+        ("0x4000000", 67_108_864),
+        ("0b11", 3),
+        ("1", 1),
+        ("+10", 10),
+        ("1073741824", 1_073_741_824),
+    ],
 )
 def test_ways_to_write_a_count(yaml_file, written, meant):
     path = yaml_file(f"transfer: {{pinned_staged: {{chunk_elements: {written}}}}}")
@@ -188,12 +212,12 @@ def test_ways_not_to_write_a_size(yaml_file, written, hint):
         (
             "transfer:\n  strategi: pageable\n",
             "FILE:2: transfer.strategi: unknown key 'strategi'. Did you mean 'strategy'? "
-            "Allowed here: accelerator, completion, fallback, nvme_swapped, pageable, pinned_direct, pinned_staged, rules, strategy.",
+            "Allowed here: accelerator, completion, fallback, nvme_swapped, pageable, pinned_direct, pinned_staged, rules, strategy, verify.",
         ),
         (
             "transfer:\n  pin_memroy: true\n",
             "FILE:2: transfer.pin_memroy: unknown key 'pin_memroy'. "
-            "Allowed here: accelerator, completion, fallback, nvme_swapped, pageable, pinned_direct, pinned_staged, rules, strategy.",
+            "Allowed here: accelerator, completion, fallback, nvme_swapped, pageable, pinned_direct, pinned_staged, rules, strategy, verify.",
         ),
         (
             "transfer:\n  chunk_elements: 4\n",
@@ -236,7 +260,7 @@ def test_ways_not_to_write_a_size(yaml_file, written, hint):
         (
             "transfer:\n  strategy: pinned\n",
             "FILE:2: transfer.strategy: found 'pinned' (str): unknown strategy 'pinned'. Did you mean 'pinned_staged'? "
-            "Registered: nvme_swapped, pageable, pinned_direct, pinned_staged.",
+            "Registered: measured, nvme_swapped, pageable, pinned_direct, pinned_staged.",
         ),
         (
             "transfer:\n  strategy: measure\n",
@@ -250,12 +274,27 @@ def test_ways_not_to_write_a_size(yaml_file, written, hint):
             "transfer:\n  pinned_direct: {max_page_locked: 64G}\n",
             "FILE:2: transfer.pinned_direct.max_page_locked: found '64G' (str): unknown unit 'G'; write 64GiB or 64GB",
         ),
+        (
+            "transfer:\n  strategy: off\n",
+            "FILE:2: transfer.strategy: found 'off' (str): unknown strategy 'off'. Registered: measured, ",
+        ),
+        (
+            "transfer:\n  rules:\n  - {when: {source_pinned: on}, use: No}\n",
+            "FILE:3: transfer.rules[0].use: found 'No' (str): unknown strategy 'No'. Registered: nvme_swapped, ",
+        ),
+        ("transfer:\n  completion: off\n", "found 'off' (str): expected deferred or immediate."),
+        ("transfer:\n  pinned_staged: {buffers: 02}\n", "FILE:2: this is not YAML: '02' cannot be read as what it"),
+        ("transfer:\n  pinned_staged: {buffers: 010}\n", "numbers have neither leading zeros nor colons here"),
+        ("transfer:\n  pinned_staged: {buffers: 0_10}\n", "numbers have neither leading zeros nor colons here"),
+        ("transfer:\n  pinned_staged: {buffers: -0100}\n", "numbers have neither leading zeros nor colons here"),
+        ("transfer:\n  pinned_staged: {buffers: 1:30}\n", "FILE:2: this is not YAML: '1:30' cannot be read"),
+        ("transfer:\n  pinned_staged: {buffers: 1:30.5}\n", "FILE:2: this is not YAML: '1:30.5' cannot be read"),
         ("transfer:\n  strategy: auto\n", "Leave the key out for the default."),
         ("transfer:\n  strategy: 3\n", "FILE:2: transfer.strategy: found 3 (int): unknown strategy 3."),
         (
             "transfer:\n  accelerator: CPU\n",
             "FILE:2: transfer.accelerator: found 'CPU' (str): unknown accelerator 'CPU'. "
-            "Did you mean 'cpu'? Registered: cpu, ",
+            "Did you mean 'cpu'? Registered: ",
         ),
         (
             "transfer:\n  accelerator: gpu\n",
@@ -302,6 +341,7 @@ def test_ways_not_to_write_a_size(yaml_file, written, hint):
         ("? [a]\n: b\n", "FILE:1: "),
     ],
 )
+@pytest.mark.usefixtures("no_plug_ins")
 def test_each_mistake_has_its_place_and_its_remedy(yaml_file, text, expected):
     assert expected in complaint(yaml_file(text))
 
@@ -334,6 +374,25 @@ def test_anchors_and_merges_work_and_a_loop_of_anchors_ends(yaml_file):
     assert config.section("pinned_staged").chunk_elements == 5
     assert config.rules[1].when.smaller_than == 4
     assert "rules" in complaint(yaml_file("transfer:\n  rules: &loop [*loop]\n"))
+
+
+@pytest.mark.parametrize(
+    ("word", "means"), [("true", True), ("on", True), ("Yes", True), ("off", False), ("NO", False)]
+)
+def test_ways_to_write_true_and_false(yaml_file, word, means):
+    config = load_config(yaml_file(f"transfer: {{fallback: {word}, nvme_swapped: {{checksums: {word}}}}}"))
+    assert config.fallback is means
+    assert config.section("nvme_swapped").checksums is means
+    assert pickle.loads(pickle.dumps(config)) == config
+
+
+def test_a_file_without_an_end(tmp_path):
+    (tmp_path / "long.yaml").write_text("transfer: {}\n" + "#" * 2**20)
+    for path in ("/dev/zero", tmp_path / "long.yaml"):
+        with pytest.raises(ConfigFileError, match="longer than 1048576 bytes"):
+            load_config(path)
+    (tmp_path / "windows.yaml").write_bytes(b"transfer:\r\n  strategy: pageable\r\n")
+    assert load_config(tmp_path / "windows.yaml").strategy == "pageable"
 
 
 def test_files_that_cannot_be_read(tmp_path):

@@ -182,6 +182,16 @@ class TestForcedStrategyThatNothingIsPreparedFor(OnDevices, TransferConformance)
         return build_transfer({"strategy": "pinned_direct", **SMALL_CHUNKS}, accelerator=accelerator)
 
 
+class TestVerifiedBySamples(OnEveryAccelerator):
+    def make_transfer(self, accelerator):
+        return build_transfer({"verify": "sample", **SMALL_CHUNKS}, accelerator=accelerator)
+
+
+class TestVerifiedInFull(Buffers):
+    def make_transfer(self, accelerator):
+        return build_transfer({"verify": "full", **SMALL_CHUNKS}, accelerator=accelerator)
+
+
 def is_copyable(destination, source):
     """Whether ``submit`` would accept the two, and has anything to do; the suite gives it others too."""
     try:

@@ -1,6 +1,7 @@
 """How ``pinned_direct`` copies: what it queues and holds, seen from the accelerator."""
 
 import contextlib
+import dataclasses
 import gc
 import threading
 import warnings
@@ -286,6 +287,58 @@ def test_a_strided_destination_is_direct(simulated, mapped, dtype):
         assert narrow.tolist() == [[3 * row, 3 * row + 1, 3 * row + 2, -1] for row in range(4)]
         assert transfer.stats()["pinned_direct"].copies == 3
     assert all(to == of for _, to, of in recorder.from_host)
+
+
+@MODES
+@pytest.mark.parametrize("strides", [(4,), (7, 3)])
+def test_one_element_of_any_strides(simulated, mapped, strides):
+    source = torch.arange(4.0).as_strided((1,) * len(strides), strides, 2)
+    destination = empty(simulated, *source.shape)
+    with direct(simulated, mapped=mapped) as transfer:
+        transfer.prepare(source)
+        transfer.submit(destination, source).wait()
+        assert destination.tolist() == source.tolist()
+        assert transfer.stats()["pinned_direct"].copies == 1
+
+
+@pytest.mark.parametrize("registers", [True, False])
+def test_a_forced_strategy_that_never_can_warns_once_and_advises_nothing_in_vain(registers):
+    accelerator = SimulatedAccelerator()
+    options = {"page_lock": False}
+    if not registers:
+        options = {}
+        accelerator = Unregistering()
+    source, destination = torch.arange(600_000.0), empty(accelerator, 600_000)
+    with routed(accelerator, **options) as transfer, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        transfer.prepare(source)
+        for _ in range(3):
+            transfer.copy(destination, source)
+    assert torch.equal(destination, source.bfloat16())
+    assert [warning.category for warning in caught] == [FallbackWarning]
+    assert "`prepare" not in str(caught[0].message)
+    reason = direct(accelerator, **options).why_not(destination, source)
+    assert reason == (
+        "The source is not page-locked, and `pinned_direct.page_lock` is false." if registers else Unregistering.REASON
+    )
+    with routed(accelerator, fallback=False, **options) as strict, pytest.raises(StrategyUnavailableError):
+        strict.copy(destination, source)
+
+
+class Unregistering(SimulatedAccelerator):
+    """Pins what it allocates itself, and nothing in place."""
+
+    REASON = "This accelerator pins nothing in place."
+
+    @property
+    def capabilities(self):
+        has = super().capabilities
+        return dataclasses.replace(
+            has, registers_host_memory=False, reasons={**has.reasons, "registers_host_memory": self.REASON}
+        )
+
+    def register_host_memory(self, address, num_bytes):
+        return False
 
 
 def test_an_unprepare_inside_a_submit_is_done_after_it(simulated):

@@ -477,7 +477,10 @@ def test_memory_lost_to_rounding_is_warned_of_with_both_numbers(chunk, wanted, t
 
 def test_a_failed_wait_at_close_keeps_the_memory_pinned_until_it_works(simulated):
     transfer = PinnedStagedTransfer(accelerator=simulated, chunk_elements=3)
-    with failing(simulated, "Event.synchronize", RuntimeError("lost device"), after=2, times=1):
+    with (
+        failing(simulated, "Event.synchronize", RuntimeError("no answer"), after=2, times=1),
+        failing(simulated, "synchronize", RuntimeError("lost device")),
+    ):
         transfer.submit(simulated.device_empty(10, dtype=torch.bfloat16), torch.arange(10.0))
         with pytest.raises(RuntimeError, match="lost device"):
             transfer.close()

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..measuring.options import add_common_options, choices, tell, tells_errors
+from ..measuring.options import add_common_options, choices, tell
 from ..measuring.quantities import count, dtype_name
 from ..measuring.ranks import launch
 
@@ -18,7 +18,6 @@ Exit status: 0; 1 where a variant left wrong bits or the work failed; 2 where th
 """
 
 
-@tells_errors("h2d bench")
 def main(arguments: Sequence[str]) -> int:
     """Measures copies, or hands over to ``zero3``; returns the exit status."""
     if arguments and arguments[0] == "zero3":

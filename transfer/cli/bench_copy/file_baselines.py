@@ -60,13 +60,7 @@ class RawRead(Baseline):
 
 
 class SwapBuffer(Baseline):
-    """What needs memory such as DeepSpeed swaps into: locked by its aio op, unknown to the device.
-
-    Args:
-        accelerator: Where to copy to.
-        dtype: Of the destination.
-        threads: That read a file at once.
-    """
+    """What needs memory such as DeepSpeed swaps into: locked by its aio op, unknown to the device."""
 
     def __init__(self, accelerator: Accelerator, dtype: torch.dtype, threads: int) -> None:
         super().__init__(accelerator, dtype)
@@ -88,12 +82,20 @@ class SwapBuffer(Baseline):
         # The op shares a request out evenly: what does not divide so is read by a handle of its own.
         self._handles = [(deepspeed_aio.make_handle(threads), threads) for threads in sorted({1, self._threads})[::-1]]
         self._buffer = self._handles[0][0].new_cpu_locked_tensor(num_bytes, NOTHING).zero_()
+        if not self.reads_swapped:
+            self._values(source).copy_(source)
 
     def close(self) -> None:
         if self._buffer is not NOTHING:
             self._handles[0][0].free_cpu_locked_tensor(self._buffer)
         self._buffer, self._handles = NOTHING, []
         super().close()
+
+    def _copy(self, destination: Tensor, source: Any) -> None:
+        if self.reads_swapped:
+            self._read(source)
+        if self.copies:
+            destination.copy_(self._values(source))
 
     def _values(self, source: Any) -> Tensor:
         """The buffer, as values of the source's dtype and shape."""
@@ -119,31 +121,17 @@ class AioRead(SwapBuffer):
     reads_swapped = True
     copies = False
 
-    def _copy(self, destination: Tensor, source: Any) -> None:  # noqa: ARG002 - nothing reaches the device
-        self._read(source)
-
 
 class DeepSpeedFromNvme(SwapBuffer):
     summary = "the aio op reads the whole file into a locked buffer, then DeepSpeed's blocking copy (ZeRO-3)"
     reads_swapped = True
 
-    def _copy(self, destination: Tensor, source: Any) -> None:
-        self._read(source)
-        destination.copy_(self._values(source))
-
 
 class SwapBufferCopy(SwapBuffer):
     summary = "DeepSpeed's blocking copy alone, from memory that the aio op has locked"
 
-    def prepare(self, source: Any) -> None:
-        super().prepare(source)
-        self._values(source).copy_(source)
 
-    def _copy(self, destination: Tensor, source: Any) -> None:
-        destination.copy_(self._values(source))
-
-
-class SwapBufferDirect(SwapBufferCopy):
+class SwapBufferDirect(SwapBuffer):
     summary = "the same memory page-locked in place by pinned_direct"
 
     def __init__(self, accelerator: Accelerator, dtype: torch.dtype, threads: int) -> None:

@@ -18,14 +18,16 @@ from ..measuring.report import (
     legend,
     make_table,
     mebibytes,
+    median_ratio,
     number,
     percent,
     plural,
     say,
+    slowest,
+    spread_percent,
     times,
     verdict,
 )
-from ..measuring.statistics import median_ratio, slowest, spread_percent
 from .file_baselines import DEEPSPEED_FROM_NVME, RAW_READ
 
 Measurement = Mapping[str, Any]

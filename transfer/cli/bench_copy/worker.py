@@ -24,18 +24,10 @@ Entries = list[dict[str, Any]]
 
 
 def measure(options: Mapping[str, Any], ranks: Ranks) -> dict[str, Any]:
-    """Measures every variant for each size and dtype.
-
-    Args:
-        options: Those of the command line, with ``file_strategies`` beside ``strategies``.
-        ranks: Those that copy at the same time.
+    """Measures every variant for each size and dtype: a worker for ``ranks.launch``, with the command's options.
 
     Returns:
-        ``hardware``, ``nvme`` (what files were read from, and how), ``measurements`` and ``not_run``: variants
-        that cannot run here, and why.
-
-    Raises:
-        TransferError: The accelerator or the configuration is refused.
+        ``hardware``, ``nvme`` (what files were read from, and how), ``measurements`` and ``not_run`` (with reasons).
     """
     accelerator = AcceleratorChoice(options["accelerator"]).resolve()
     cases = list(itertools.product(dict.fromkeys(options["dtypes"]), dict.fromkeys(options["elements"])))

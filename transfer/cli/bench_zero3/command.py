@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import sys
 import tempfile
 from collections.abc import Sequence
 from typing import Any
 
 from ...errors import StrategyUnavailableError
-from ..measuring.options import add_common_options, choices, tell, tells_errors
+from ..measuring.options import add_common_options, choices, tell
 from ..measuring.quantities import count
 from ..measuring.ranks import launch, usable_cores
 
@@ -21,7 +22,6 @@ _REPORTED = ("ranks", "layers", "hidden", "limit_seconds", "sub_groups", "batch"
 _MOST_THREADS = 12  # more do not make DeepSpeed's CPU Adam faster
 
 
-@tells_errors("h2d bench")
 def main(arguments: Sequence[str]) -> int:
     """Measures steps; returns the exit status."""
     parser = _parser()
@@ -34,6 +34,8 @@ def main(arguments: Sequence[str]) -> int:
     with contextlib.ExitStack() as cleaning:
         if options.nvme is not None:
             options.nvme, nvme = _swap_files(options, cleaning)
+        if options.optimizer == "cpu_adam":
+            _compile_cpu_adam()
         worker = "transfer.cli.bench_zero3.worker:measure"
         measured = launch(worker, vars(options), options.ranks, threads=options.threads, deepspeed=True)
     from .report import page_lock, show, with_figures
@@ -83,6 +85,22 @@ def _swap_files(options: argparse.Namespace, cleaning: contextlib.ExitStack) -> 
     return directory, {"file_system": file_system(own), "pipelined": options.nvme_pipeline}
 
 
+def _compile_cpu_adam() -> None:
+    """Compiles DeepSpeed's CPU Adam where it looks for it, before ranks wait for each other without a word.
+
+    Raises:
+        StrategyUnavailableError: It cannot be compiled, or a lock of another process stays.
+    """
+    from ..measuring import cpu_adam
+
+    os.environ.update(cpu_adam.path_of_ninja())
+    obstacle = cpu_adam.compile_once(
+        lambda sentence: print(sentence, file=sys.stderr, flush=True), cpu_adam.deepspeeds_folder()
+    )
+    if obstacle is not None:
+        raise StrategyUnavailableError(f"{obstacle} `--optimizer adamw` needs no compiler.")
+
+
 def _shape(parser: argparse.ArgumentParser, options: argparse.Namespace) -> tuple[int, int]:
     """Layers and width of the model. Ends the program with status 2 where they are not well given."""
     from .transformer import HEAD_WIDTH, shape_of
@@ -125,6 +143,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--nvme", metavar="DIR", help=nvme)
     pipeline = "with --nvme: pipeline_read and pipeline_write, and 12 swap buffers in place of 5"
     add("--nvme-pipeline", action="store_true", help=pipeline)
-    verify = "compare bits after every step, not only after the first and the last"
-    add("--verify-every-step", action="store_true", help=verify)
+    verify = "also the default with this `verify`, so that the two can be compared"
+    add("--verify", choices=("sample", "full"), nargs="+", default=[], help=verify)
+    every = "compare bits after every step, not only after the first and the last"
+    add("--verify-every-step", action="store_true", help=every)
     return parser

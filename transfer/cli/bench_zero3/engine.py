@@ -19,9 +19,6 @@ from .transformer import Transformer
 def start_deepspeed(accelerator: Any) -> None:
     """Lets DeepSpeed use ``accelerator``, this rank's device of it, and a process group of its kind.
 
-    Args:
-        accelerator: DeepSpeed's own choice, or one that DeepSpeed can use in its place, as the simulated one.
-
     Raises:
         AcceleratorFailedError: DeepSpeed has chosen another one.
     """
@@ -46,10 +43,6 @@ def start_deepspeed(accelerator: Any) -> None:
 
 def make_engine(options: Mapping[str, Any], accelerator: Any) -> Any:
     """A ZeRO-3 engine with bf16 partitions on the device and fp32 masters on the host, or on NVMe.
-
-    Args:
-        options: Those of the command line; ``learning_rate`` too, where the default for random tokens is too small.
-        accelerator: Where ``start_deepspeed`` let DeepSpeed run.
 
     Raises:
         StrategyUnavailableError: State on NVMe is asked for, and cannot be there.

@@ -16,14 +16,16 @@ from ..measuring.report import (
     hardware_line,
     make_table,
     mebibytes,
+    median_ratio,
     number,
     percent,
     plural,
     say,
+    slowest,
+    spread_percent,
     times,
     verdict,
 )
-from ..measuring.statistics import median_ratio, slowest, spread_percent
 
 Seconds = Sequence[float]
 

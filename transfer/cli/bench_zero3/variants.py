@@ -67,6 +67,7 @@ def make_variants(options: Mapping[str, Any], accelerator: Any) -> list[Variant]
             config = {"strategy": strategy, strategy: given.section(strategy), "fallback": False}
             configs[f"{strategy}, {completion}"] = TransferConfig(**config, completion=completion)
     configs["default"] = TransferConfig()
+    configs |= {f"default, verify: {mode}": TransferConfig(verify=mode) for mode in options["verify"]}
     if options["config"] is not None:
         configs["configured"] = given
     ours = [Variant(name, config, build_transfer(config, accelerator)) for name, config in configs.items()]

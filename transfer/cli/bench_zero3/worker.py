@@ -30,14 +30,10 @@ from .variants import Variant, make_variants, rewrite
 
 
 def measure(options: Mapping[str, Any], ranks: Ranks) -> dict[str, Any]:
-    """Measures the steps of every variant. Makes DeepSpeed's process group.
-
-    Args:
-        options: Those of the command line.
-        ranks: Those that train together.
+    """Measures the steps of every variant: a worker for ``ranks.launch``, with the command's options.
 
     Returns:
-        ``hardware``, ``engine``, ``page_lock``, ``measurements``, and ``not_run`` with reasons.
+        ``hardware``, ``engine``, ``page_lock``, ``measurements`` and ``not_run`` (with reasons).
     """
     accelerator = AcceleratorChoice(options["accelerator"]).resolve()
     start_deepspeed(accelerator)
@@ -115,13 +111,7 @@ class _Bench:
                 return
 
     def round(self, number: int, checked: bool, advance: Callable[[str], None]) -> None:
-        """One step of every variant.
-
-        Args:
-            number: 0 is not counted.
-            checked: Whether the partitions are compared bit for bit.
-            advance: Tells what has been measured.
-        """
+        """One step of every variant; where ``checked``, the partitions are compared bit for bit."""
         page_locking = [variant for variant in self.variants if variant.page_locked_bytes]
         for variant in self.variants:
             if variant not in page_locking:

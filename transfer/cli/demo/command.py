@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..measuring.options import add_common_options, check_accelerator, tell, tells_errors
+from ..measuring.options import add_common_options, check_accelerator, tell
 from ..measuring.quantities import count
 from ..measuring.ranks import launch
 
@@ -42,7 +42,6 @@ this package, or if a rank failed; 2 if an argument is wrong; 130 after Ctrl-C.
 """
 
 
-@tells_errors("h2d demo")
 def main(arguments: Sequence[str]) -> int:
     """Trains twice, prints the comparison and returns the exit status."""
     parser = _parser()

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from accelerators.overlap import bytes_of
+
 from ...accelerator_choice import AcceleratorChoice
 from ...zero3 import attach
 from ..bench_zero3.engine import make_engine, start_deepspeed
@@ -29,11 +31,7 @@ _LEARNING_RATE = 1e-3
 
 
 def train_twice(options: Mapping[str, Any], ranks: Ranks) -> dict[str, Any]:
-    """Trains with this package, then under DeepSpeed alone, and compares the weights.
-
-    Args:
-        options: Those of the command line, with an ``optimizer`` that can run here.
-        ranks: Those that train together.
+    """Trains with this package, then under DeepSpeed alone, and compares the weights: a worker for ``ranks.launch``.
 
     Returns:
         ``hardware``; ``runs``, of which the first is ours; ``elements`` of the model; and
@@ -58,7 +56,7 @@ def train_twice(options: Mapping[str, Any], ranks: Ranks) -> dict[str, Any]:
 
 def elements_that_differ(found: Tensor, expected: Tensor) -> int:
     """How many elements of two contiguous tensors of one dtype and shape differ in some bit."""
-    different = found.view(torch.uint8) != expected.view(torch.uint8)
+    different = bytes_of(found) != bytes_of(expected)
     return int(different.view(-1, found.element_size()).any(dim=1).sum())
 
 

@@ -34,12 +34,7 @@ NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 class Baseline(HostToDeviceTransfer):
-    """A copy of one source, which ``prepare`` is given first; finished when ``submit`` returns.
-
-    Args:
-        accelerator: Where to copy to.
-        dtype: Of the destination.
-    """
+    """A copy of one source, which ``prepare`` is given first; finished when ``submit`` returns."""
 
     #: What it is, for people.
     summary: ClassVar[str]
@@ -76,11 +71,7 @@ class Baseline(HostToDeviceTransfer):
         """Queues or does the copy; ``_submit`` waits for it."""
 
     def _pin(self, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """Pinned memory for a whole partition.
-
-        Raises:
-            StrategyUnavailableError: The accelerator pins nothing, or the host does not allow it.
-        """
+        """Pinned memory for a whole partition; else ``StrategyUnavailableError``."""
         obstacle = self.accelerator.capabilities.why_not("pins_host_memory")
         if obstacle is not None:
             raise StrategyUnavailableError(obstacle)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from accelerators.overlap import bytes_of
+
 #: Zeros of both signs, infinities, ties of bf16 and fp16 rounding, overflows and subnormals of both.
 _EDGES = (
     *(0.0, -0.0, float("inf"), -float("inf")),
@@ -25,26 +27,20 @@ def source_values(elements: int) -> Tensor:
 
 def poison(destination: Tensor) -> None:
     """Fills a contiguous tensor with a NaN that no right copy of ``source_values`` leaves there."""
-    destination.view(torch.uint8).fill_(0xFF)
+    bytes_of(destination).fill_(0xFF)
 
 
 def same_bits(found: Tensor, expected: Tensor, chunk_elements: int = 2**24) -> bool:
-    """Whether two flat tensors agree in every bit, compared on the host.
+    """Whether a flat tensor has every bit of another one on the host, which is cast to its dtype chunk by chunk.
 
     Bits, unlike values, tell the two zeros apart and find equal NaNs equal.
-
-    Args:
-        found: On any device.
-        expected: On the host, in any floating-point dtype: cast, a chunk at a time, to that of ``found``.
-        chunk_elements: Elements compared at once, which bounds the temporaries.
     """
     if found.shape != expected.shape:
         return False
     pairs = zip(
         torch.split(found.detach(), chunk_elements), torch.split(expected.detach(), chunk_elements), strict=True
     )
-    return all(torch.equal(_bytes(piece.cpu()), _bytes(wanted.to(found.dtype))) for piece, wanted in pairs)
-
-
-def _bytes(values: Tensor) -> Tensor:
-    return values.contiguous().view(torch.uint8)
+    return all(
+        torch.equal(bytes_of(piece.cpu().contiguous()), bytes_of(wanted.to(found.dtype).contiguous()))
+        for piece, wanted in pairs
+    )

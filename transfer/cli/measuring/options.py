@@ -1,39 +1,13 @@
-"""What the measuring commands take from the command line, and how they tell what went wrong or was measured."""
+"""What the measuring commands take from the command line, and how they tell what was measured."""
 
 from __future__ import annotations
 
 import argparse
-import functools
 import json
-import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from .quantities import count
-from .ranks import RanksFailedError
-
-Main = Callable[[Sequence[str]], int]
-
-
-def tells_errors(command: str) -> Callable[[Main], Main]:
-    """Decorates the ``main`` of a command: a foreseen failure is one line on the standard error, and status 1."""
-
-    def decorate(main: Main) -> Main:
-        @functools.wraps(main)
-        def telling(arguments: Sequence[str]) -> int:
-            from accelerators import AcceleratorError
-
-            from ...errors import TransferError
-
-            try:
-                return main(arguments)
-            except (TransferError, AcceleratorError, RanksFailedError) as error:
-                print(f"{command}: {error}", file=sys.stderr)
-                return 1
-
-        return telling
-
-    return decorate
 
 
 def add_common_options(parser: argparse.ArgumentParser, *, ranks: int | None = 1, strategies: bool = False) -> None:

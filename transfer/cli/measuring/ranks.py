@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
-import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -19,8 +19,6 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
-
-_LAUNCH = "--launch"
 
 
 class Ranks:
@@ -77,8 +75,7 @@ def launch(
         worker: ``"module:function"``.
         options: Handed to the worker as they are.
         ranks: How many. One runs in this process.
-        threads: Host threads of each rank; None: torch's own choice for one rank, the cores
-            shared out for several.
+        threads: Host threads of each rank; None: torch's choice for one rank, the cores shared out for several.
         deepspeed: The worker makes DeepSpeed's accelerator and process group, which are the process's: one rank has
             a process of its own too. Otherwise several ranks find a gloo process group.
 
@@ -93,23 +90,44 @@ def launch(
         with contextlib.redirect_stdout(sys.stderr):  # where libraries log; the standard output is for the result
             return _function(worker)(dict(options), Ranks())
     share = threads if threads is not None else max(1, usable_cores() // ranks)
+    given = json.dumps({"worker": worker, "options": dict(options), "process_group": not deepspeed})
     with tempfile.TemporaryDirectory(prefix="h2d-") as directory:
-        given, result = Path(directory, "options.json"), Path(directory, "result.json")
-        given.write_text(json.dumps({"worker": worker, "options": dict(options), "process_group": not deepspeed}))
-        command = [sys.executable, "-m", __name__, _LAUNCH, str(ranks), str(given), str(result)]
-        environment = {**os.environ, "OMP_NUM_THREADS": str(share)}
-        # What ranks and libraries print goes to the standard error (2): the result alone is for the caller.
-        # In a session of its own, so that Ctrl-C reaches this process alone.
-        with subprocess.Popen(command, env=environment, stdout=2, start_new_session=True) as started:
-            try:
-                status = started.wait()
-            except BaseException:  # Ctrl-C: the launcher ends its ranks when it is asked to, and not when it is killed
-                started.terminate()
-                started.wait()
-                raise
+        result = Path(directory, "result.json")
+        status = _run([sys.executable, "-m", __name__, given, str(result)], ranks, share)
         if status != 0 or not result.exists():
-            raise RanksFailedError(f"{worker} failed on {ranks} ranks (exit status {status}); see above")
+            how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with exit status {status}"
+            raise RanksFailedError(f"{worker} failed on {ranks} ranks (one {how}); see above")
         return json.loads(result.read_text())
+
+
+def _run(command: list[str], ranks: int, threads: int) -> int:
+    """Runs a command as every rank until all have ended, or one has failed; returns the status of the first that has.
+
+    The variables are those that launchers set. Nothing of the ranks is left, also after Ctrl-C.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    of_all = {**os.environ, **place, "OMP_NUM_THREADS": str(threads)}
+    of_all.update(dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks)))
+    started: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(ranks):
+            variables = {**of_all, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            # What ranks and libraries print goes to the standard error (2): the result alone is for the caller.
+            # In a session of its own, so that Ctrl-C reaches this process alone.
+            started.append(subprocess.Popen(command, env=variables, stdout=2, start_new_session=True))
+        while True:
+            ended = [process.poll() for process in started]
+            if any(ended) or None not in ended:
+                return next(filter(None, ended), 0)
+            time.sleep(0.02)
+    finally:
+        for process in started:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)  # and what it has started
+        for process in started:
+            process.wait()
 
 
 def usable_cores() -> int:
@@ -123,30 +141,8 @@ def _function(worker: str) -> Callable[[dict[str, Any], Ranks], Any]:
     return function
 
 
-def _launcher() -> int:
-    """Runs torchrun, and says in a line what torchrun says in forty. The ranks have printed their errors."""
-    from torch.distributed import run
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-    logging.disable(logging.ERROR)
-    ranks, *files = sys.argv[2:]
-    try:
-        run.main(["--standalone", f"--nproc_per_node={ranks}", "-m", __spec__.name, *files])
-    except SignalException:
-        return 130
-    except ChildFailedError as error:
-        for rank, failure in sorted(error.failures.items()):
-            if failure.exitcode < 0:
-                print(f"rank {rank} was ended by {failure.signal_name()}", file=sys.stderr)
-        return 1
-    return 0
-
-
 def _one_rank() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # as torchrun may send: without a traceback
-    given, result = Path(sys.argv[1]), Path(sys.argv[2])
-    spec = json.loads(given.read_text())
+    spec, result = json.loads(sys.argv[1]), Path(sys.argv[2])
     import torch
     import torch.distributed
 
@@ -173,6 +169,4 @@ def _one_rank() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == _LAUNCH:
-        sys.exit(_launcher())
     _one_rank()

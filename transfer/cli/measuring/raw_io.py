@@ -22,16 +22,8 @@ def in_requests(
 ) -> int:
     """Lets threads take request after request, from the beginning on, until all are done or the time is over.
 
-    Args:
-        pool: Has so many threads.
-        threads: How many of them take part.
-        num_bytes: Of all requests; the last one may be short.
-        request_bytes: Of each.
-        move: Called with the number of the thread, the offset of a request and its length.
-        most_seconds: No thread begins another request later.
-
-    Returns:
-        Bytes of the requests that were done.
+    ``move`` is called with the number of the thread, the offset of a request and its length. Returns the bytes of the
+    requests that were done.
     """
     offsets = itertools.count(0, request_bytes)
     started = time.perf_counter()
@@ -52,13 +44,7 @@ def in_requests(
 def move_all(
     call: Callable[[int, list[memoryview], int], int], descriptor: int, memory: memoryview, offset: int
 ) -> None:
-    """Fills the memory from a file, or writes it to one.
-
-    Args:
-        call: ``os.preadv`` or ``os.pwritev``.
-        descriptor: Of the file.
-        memory: All of it is moved.
-        offset: Where in the file.
+    """Fills all the memory from a file (``os.preadv``), or writes it to one (``os.pwritev``).
 
     Raises:
         OSError: The system refuses, or the file ends too early.

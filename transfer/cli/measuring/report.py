@@ -1,7 +1,11 @@
-"""Reports as data: a table is a title and its columns, and a column is one entry in a list."""
+"""Reports as data: figures from raw seconds, and tables, which are a title and columns.
+
+Ratios are taken round by round, so that a drifting machine cancels out.
+"""
 
 from __future__ import annotations
 
+import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,6 +19,26 @@ from ...nvme.mounts import MEMORY_FILE_SYSTEMS
 
 #: Of lines; where the output is no terminal, its width is unknown. Tables fit into 80.
 _UNKNOWN_WIDTH = 180
+
+
+def slowest(seconds_by_rank: Sequence[Sequence[float]]) -> list[float]:
+    """For each round, the time of the rank that took longest: until then the others wait for it."""
+    return [max(values) for values in zip(*seconds_by_rank, strict=True)]
+
+
+def spread_percent(seconds: Sequence[float]) -> float:
+    """The interquartile range as a percentage of the median; 0 for a single measurement."""
+    if len(seconds) < 2:
+        return 0.0
+    lower, middle, upper = statistics.quantiles(seconds, n=4, method="inclusive")
+    return 100 * (upper - lower) / middle
+
+
+def median_ratio(numerators: Sequence[float] | None, denominators: Sequence[float]) -> float | None:
+    """The median of the rounds' ratios; None where the numerators were not measured."""
+    if numerators is None:
+        return None
+    return statistics.median(above / below for above, below in zip(numerators, denominators, strict=True))
 
 
 def number(form: str, unit: str = "", scale: float = 1) -> Callable[[float | None], str]:

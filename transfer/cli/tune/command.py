@@ -8,14 +8,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..measuring.options import add_common_options, check_accelerator, tell, tells_errors
+from ..measuring.options import add_common_options, check_accelerator, tell
 from ..measuring.quantities import count
 from ..measuring.ranks import launch
 
 _ELEMENTS = (2**18, 2**20, 2**22, 2**24, 2**26)
 
 
-@tells_errors("h2d tune")
 def main(arguments: Sequence[str]) -> int:
     """Measures, writes the profile and tells what follows from it.
 

@@ -24,17 +24,11 @@ THREADS = (1, 4, 8, 12, 16)
 
 @dataclass(frozen=True)
 class Bounds:
-    """Of what is written and read.
+    """Of what is written and read."""
 
-    Attributes:
-        file_bytes: Of each rank's file.
-        fill_seconds: The file is made no larger than is written in so long.
-        cell_seconds: No request is begun later in a measurement.
-    """
-
-    file_bytes: int = 2**29
-    fill_seconds: float = 2.0
-    cell_seconds: float = 0.15
+    file_bytes: int = 2**29  #: Of each rank's file.
+    fill_seconds: float = 2.0  #: The file is made no larger than is written in so long.
+    cell_seconds: float = 0.15  #: No request is begun later in a measurement.
 
 
 def measure_drive(directory: str, ranks: Ranks, bounds: Bounds) -> dict[str, Any]:

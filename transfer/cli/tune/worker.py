@@ -21,7 +21,7 @@ from ...registry import get_strategy
 from ..measuring.copies import Case, Variant
 from ..measuring.progress import progress
 from ..measuring.ranks import Ranks
-from ..measuring.statistics import slowest
+from ..measuring.report import slowest
 from .drive import Bounds, measure_drive
 
 #: Chunks that are tried besides the configured ones.
@@ -33,12 +33,7 @@ Advance = Callable[[str], None]
 
 
 def run(options: Mapping[str, Any], ranks: Ranks) -> dict[str, Any]:
-    """A worker for ``ranks.launch``; returns the fields of a ``MachineProfile``.
-
-    Args:
-        options: Those of the command line; ``elements`` rise.
-        ranks: Those that measure together. The slowest one counts.
-    """
+    """A worker for ``ranks.launch``, with the command's options. Returns the fields of a ``MachineProfile``."""
     accelerator = AcceleratorChoice(options["accelerator"]).resolve()
     elements, rounds = options["elements"], 3 if options["quick"] else 5
     measured = Circumstances(
