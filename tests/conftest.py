@@ -24,6 +24,12 @@ pytest.register_assert_rewrite("tests.running", "tests.zero3.launching")  # thei
 WARNINGS = ("error", "ignore::DeprecationWarning:deepspeed", "ignore::FutureWarning:deepspeed")
 
 
+def pytest_configure(config):
+    """pytest-randomly seeds when it starts, not three times a test: each takes torch 3 ms and memory that it keeps."""
+    if hasattr(config.option, "randomly_reset_seed"):
+        config.option.randomly_reset_seed = False
+
+
 def pytest_collection_modifyitems(config, items):
     if "long" not in config.option.markexpr:
         left_out = [item for item in items if item.get_closest_marker("long")]

@@ -141,6 +141,7 @@ class OnFiles:
         return SwapsOutFirst(accelerator=accelerator, path=str(self.directory), **options)
 
 
+@pytest.mark.slow
 class TestNvmeSwapped(OnFiles, OnEveryAccelerator):
     pass
 
