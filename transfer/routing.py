@@ -71,7 +71,10 @@ class RoutedTransfer(HostToDeviceTransfer):
             self._prepare(name, source)
 
     def would_page_lock(self, source: Tensor) -> bool:
-        return any(self.policy.strategy(name).would_page_lock(source) for name in self.policy.preparing(source))
+        try:
+            return any(self.policy.strategy(name).would_page_lock(source) for name in self.policy.preparing(source))
+        except Exception:  # noqa: BLE001 - a vendor's `is_pinned` may raise; `prepare` says so
+            return False
 
     def unprepare(self, source: Tensor) -> None:
         super().unprepare(source)

@@ -169,6 +169,18 @@ def test_zero3_moves_the_masters_that_will_be_page_locked(simulated):
     assert simulated.pinned_bytes == 0
 
 
+def test_an_accelerator_that_does_not_tell_what_is_pinned_is_served_without_page_locks(simulated, optimizer):
+    def does_not_tell(_tensor):
+        raise RuntimeError("unknown pointer")
+
+    simulated.is_pinned = does_not_tell
+    transfer = build_transfer({**DIRECT, "fallback": True}, simulated)
+    with pytest.warns(FallbackWarning, match="unknown pointer"):
+        zero3.attach(optimizer, transfer)
+    optimizer.step()
+    assert optimizer.values() == [after(0), after(1), after(2)]
+
+
 def test_the_transfer_is_asked_in_each_step(simulated, optimizer):
     """It alone knows what it holds: what an attachment knew would be wrong after `close`, or once memory is free."""
     spy = Spy(simulated)

@@ -225,7 +225,7 @@ def _leave(lock: PageLock, owner: Hashable | None) -> None:
             _give_back(lock)
     elif owner in lock.owners:
         if len(lock.owners) == 1:
-            _give_back(lock)
+            (_give_back if lock.is_current else _give_back_stale)(lock)
         else:
             lock.owners.pop(owner)
             _disown(lock, owner)
@@ -234,7 +234,8 @@ def _leave(lock: PageLock, owner: Hashable | None) -> None:
 def _give_back_stale(lock: PageLock) -> None:
     if lock.state is State.GONE or lock.is_current:
         return
-    for index in lock.devices:  # a storage that was moved does not wait for the copies that read it
+    # A storage that was moved does not wait for the copies that read it; and another one there counts as pinned.
+    for index in lock.devices or (None,):
         lock.accelerator.synchronize(index)
     _give_back(lock)
 

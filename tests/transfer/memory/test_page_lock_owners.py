@@ -3,6 +3,7 @@
 import gc
 import threading
 import time
+from random import Random
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from accelerators.simulated import SimulatedAccelerator
 from accelerators.testing import failing
 from tests.running import run_program
 from tests.transfer.direct_tools import MODES, direct, empty
-from transfer import StrategyUnavailableError, TransferBusyError, TransferError
+from transfer import StrategyUnavailableError, TransferBusyError, TransferError, build_transfer
 
 
 def slowed(simulated, seconds=0.002):
@@ -301,3 +302,53 @@ def test_time_is_in_proportion_to_the_number_of_sources(what):
 
     # Eight times as many: 64 times the time if it grew with the square.
     assert min(seconds(800) for _ in range(2)) < 24 * max(seconds(100) for _ in range(2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mapped", [False, True], ids=["chunks", "mapped"])
+def test_threads_prepare_copy_move_drop_and_close(mapped):
+    """For two seconds, on two transfers and the same sources: right values all the time, nothing left at the end."""
+    simulated = SimulatedAccelerator()
+    options = {"strategy": "pinned_direct", "pinned_direct": {"chunk_elements": 100, "mapped": mapped}}
+    transfers = [build_transfer(options, simulated) for _ in range(2)]
+    sources = [torch.arange(float(500 + 37 * index)) for index in range(12)]
+    stop, errors = time.monotonic() + 2, []
+
+    def copied(transfer, source):
+        destination = empty(simulated, source.numel())
+        transfer.submit(destination, source).wait()
+        assert torch.equal(destination, source.bfloat16())
+
+    def work(seed):
+        random = Random(seed)
+        try:
+            while time.monotonic() < stop and not errors:
+                transfer, what = random.choice(transfers), random.random()
+                if what < 0.3:
+                    transfer.prepare(random.choice(sources))
+                elif what < 0.4:
+                    transfer.unprepare(random.choice(sources))
+                elif what < 0.7:
+                    copied(transfer, random.choice(sources))
+                elif what < 0.95:
+                    own = torch.full((300,), float(random.randrange(99)))
+                    transfer.prepare(own)
+                    if what < 0.8:
+                        own.share_memory_()
+                    copied(transfer, own)
+                else:
+                    transfer.close()
+        except Exception as error:  # noqa: BLE001
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,), daemon=True) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    assert errors == []
+    for transfer in transfers:
+        transfer.close()
+    assert [transfer.pinned_bytes for transfer in transfers] == [0, 0]
+    assert simulated._registered.total_bytes == 0
