@@ -24,7 +24,11 @@ pytest.register_assert_rewrite("tests.running", "tests.zero3.launching")  # thei
 WARNINGS = ("error", "ignore::DeprecationWarning:deepspeed", "ignore::FutureWarning:deepspeed")
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    if "long" not in config.option.markexpr:
+        left_out = [item for item in items if item.get_closest_marker("long")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
     for item in items:
         item.add_marker(pytest.mark.filterwarnings(*WARNINGS), append=False)  # a test's own come after, and win
 

@@ -32,7 +32,65 @@ class Mutant(NamedTuple):
     tests: tuple[str, ...]  # those that are expected to notice, as arguments of pytest
 
 
+VERIFY = ("tests/transfer/verification",)
+
 MUTANTS = [
+    Mutant(
+        "a sample is read before its copy",
+        "transfer/verification/reading.py",
+        "        copy.order_after(self._stream)\n",
+        "",
+        VERIFY,
+    ),
+    Mutant(
+        "a slot is used again while its sample is needed",
+        "transfer/verification/reading.py",
+        "            user.keep()\n        snapshot",
+        "            pass\n        snapshot",
+        VERIFY,
+    ),
+    Mutant(
+        "a sample is compared before it is read",
+        "transfer/verification/reading.py",
+        "                self.event.synchronize()\n",
+        "                pass\n",
+        VERIFY,
+    ),
+    Mutant(
+        "later work of a stream does not wait for the sample",
+        "transfer/verification/reading.py",
+        "            stream.wait_event(event)\n",
+        "            pass\n",
+        VERIFY,
+    ),
+    Mutant(
+        "the same elements are compared in each copy",
+        "transfer/verification/sampling.py",
+        "random.randrange(spacing), spacing",
+        "0, spacing",
+        VERIFY,
+    ),
+    Mutant(
+        "the elements behind the last row are never compared",
+        "transfer/verification/sampling.py",
+        " if numel % row else []",
+        " if numel < row else []",
+        VERIFY,
+    ),
+    Mutant(
+        "a NaN is right whatever stands there",
+        "transfer/verification/comparing.py",
+        "_is_nan(expected) & _is_nan(found)",
+        "_is_nan(expected)",
+        VERIFY,
+    ),
+    Mutant(
+        "a wrong tile is told by its own elements",
+        "transfer/zero3/attachment.py",
+        "in_sub_group(sub_group_id, offset)",
+        "in_sub_group(sub_group_id, 0)",
+        ("tests/zero3/test_verified.py",),
+    ),
     Mutant(
         "pageable does not wait for the stream",
         "transfer/in_flight.py",
@@ -152,7 +210,7 @@ MUTANTS = [
     Mutant(
         "a ZeRO-3 step ends before its copies",
         "transfer/zero3/attachment.py",
-        "        run_all([copy.wait for _, copy in self._in_flight])\n",
+        "        run_all([functools.partial(_wait, *each) for each in self._in_flight])\n",
         "",
         ("tests/zero3/test_deferred.py",),
     ),

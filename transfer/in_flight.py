@@ -30,6 +30,7 @@ class InFlightCopy:
             Exception: What the accelerator reports about this copy. The destination's elements are
                 then each the old or the new value. The device is idle, and waiting again returns at once; where the
                 device cannot be waited for either, waiting again asks again.
+            VerificationError: ``verify`` is configured, and the destination holds other values. Raised once.
         """
 
     def order_after(self, stream: Any) -> None:

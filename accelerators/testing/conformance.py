@@ -128,6 +128,16 @@ class AcceleratorConformance(OrderingConformance):
         check_values(fetch(accelerator, destination), torch.linspace(-3, 3, 1000), "pinned source")
         accelerator.unpin_memory(pinned)
 
+    def test_enqueue_copy_back_into_pinned_memory(self, accelerator: Accelerator) -> None:
+        source = accelerator.device_empty(50, 20, dtype=torch.float32)
+        accelerator.enqueue_copy(source, torch.arange(1000.0).view(50, 20))
+        accelerator.synchronize()
+        pinned = accelerator.pin_empty(25, 20, dtype=torch.float32)
+        accelerator.enqueue_copy(pinned, source[::2])
+        accelerator.synchronize()
+        assert torch.equal(pinned, torch.arange(1000.0).view(50, 20)[::2])
+        accelerator.unpin_memory(pinned)
+
     def test_enqueue_copy_between_device_tensors_casts(self, accelerator: Accelerator) -> None:
         source = accelerator.device_empty(5, dtype=torch.float32)
         source.copy_(torch.tensor([1.00390625, 1.01171875, 1.01953125, 3.4e38, -0.0]))

@@ -27,6 +27,7 @@ def watched():
         "nvme": None,
         "nvme_pipeline": False,
         "verify_every_step": False,
+        "verify": [],
         "limit_seconds": None,
         "strategies": ["copies_nothing", "pageable", "pinned_direct", "refusing", "wrong_in_one_bit"],
     }

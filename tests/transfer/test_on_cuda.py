@@ -7,7 +7,14 @@ import torch
 
 from accelerators.testing import accelerator_or_skip
 from tests.running import run_program
-from transfer import PageableTransfer, PinnedStagedTransfer, build_transfer
+from transfer import (
+    PageableTransfer,
+    PinnedStagedTransfer,
+    VerificationError,
+    build_transfer,
+    register_strategy,
+    unregister_strategy,
+)
 from transfer.errors import GraphCaptureError
 
 
@@ -182,3 +189,50 @@ def test_a_fork_after_page_locking(cuda):
         tear_down=True,
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("strategy", ["pinned_staged", "pinned_direct"])
+def test_a_sample_is_read_behind_the_copy_and_the_host_waits_for_neither(cuda, strategy):
+    source = torch.randn(2**22)
+    busy = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    destination = cuda.device_empty(2**22, dtype=torch.bfloat16)
+    config = {"strategy": strategy, "fallback": False, "verify": "sample"}
+    with build_transfer({**config, "pinned_staged": {"chunk_elements": 2**22}}, cuda) as transfer:
+        transfer.prepare(source)
+        transfer.copy(destination, source)  # pins
+        for _ in range(30):
+            busy @ busy
+        behind = torch.cuda.Event()
+        behind.record()
+        copy = transfer.submit(destination, source)
+        assert not behind.query(), "submit has waited for the work that was queued before"
+        assert not copy.done
+        copy.wait()
+        assert behind.query()
+        assert torch.equal(destination.cpu(), source.bfloat16())
+
+
+@pytest.mark.parametrize("mode", ["sample", "full"])
+@pytest.mark.parametrize("columns", [1, 7])
+def test_a_wrong_element_is_found(cuda, mode, columns):
+    class Spoils(PageableTransfer):
+        def _submit(self, destination, source):
+            copy = super()._submit(destination, source)
+            destination[-1] += 1  # the last row; a sample always has the last element
+            return copy
+
+    source = torch.ones(10_003, columns)
+    destination = torch.zeros(10_003, 8, dtype=torch.bfloat16, device="cuda")[:, :columns]
+    register_strategy("spoils", Spoils)
+    try:
+        transfer = build_transfer({"strategy": "spoils", "verify": mode}, cuda)
+        with pytest.raises(VerificationError) as caught:
+            transfer.copy(destination, source)
+    finally:
+        unregister_strategy("spoils")
+    assert caught.value.last == 10_003 * columns - 1
+    assert caught.value.found == "2.0 (0x4000)"
+    right = build_transfer({"verify": mode}, cuda)
+    right.copy(destination, source)
+    right.close()
+    assert (destination == 1).all()

@@ -45,7 +45,7 @@ class ReadLater(ReadBack):
 
     Args:
         accelerator: Copies them.
-        stream: Where it does; one of its own, so that nothing but the copy itself has ordered them.
+        stream: Where it does: one of its own if there is one, so that nothing but the copy itself has ordered them.
         parts: What is read.
     """
 

@@ -74,26 +74,29 @@ class Verifier:
             parts = everything(destination, source)
         else:
             parts = sample(destination, source, Random(self.seed << 32 | number))
-        on_device = accelerator.on_device(destination)
-        stream = self._stream(accelerator, destination) if on_device else accelerator.current_stream()
+        index = destination.device.index
+        stream = self._stream(accelerator, destination) if accelerator.on_device(destination) else None
         reading: ReadBack | None = None
-        if on_device and self._mode != "full":
+        if stream is not None and self._mode != "full":
             reading = self._snapshot(accelerator, stream, copy, destination, parts)
+        if reading is None:
+            reading = ReadLater(accelerator, stream or accelerator.current_stream(index), parts)
         mode, seed, place = self._mode, self.seed, describe(destination)
         return VerifiedCopy(
             copy,
-            reading or ReadLater(accelerator, stream, parts),
+            reading,
             lambda found: compare(parts, found, place, mode, seed, number),
-            lambda: accelerator.synchronize(destination.device.index),
+            lambda: accelerator.synchronize(index),
         )
 
     def _stream(self, accelerator: Accelerator, destination: Tensor) -> Any:
-        """A stream on the destination's device that has nothing else to do, or None."""
-        if accelerator.Stream is None:
-            return accelerator.current_stream(destination.device.index)
+        """A stream on the destination's device that has nothing else to do; None where none can be made."""
         stream = self._streams.get(destination.device)
-        if stream is None:
-            with accelerator.stream(accelerator.current_stream(destination.device.index)):
+        if stream is None and accelerator.Stream is not None:
+            with (
+                contextlib.suppress(StrategyUnavailableError),
+                accelerator.stream(accelerator.current_stream(destination.device.index)),
+            ):
                 stream = self._streams.setdefault(destination.device, made(accelerator, "Stream"))
         return stream
 
