@@ -1,7 +1,7 @@
 """What a process holds, before and after the same work was done many times over.
 
 Tests marked ``long`` do it as often as a long run does. Others of the same do it a few hundred times, and see what
-grows by as much as two blocks of Python's memory in each round.
+grows by as much as eight blocks of Python's memory in each round.
 """
 
 import gc
@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 MEBIBYTE = 2**20
-#: How often Python's memory is looked at, and the most blocks that looking takes.
-PARTS, MEASURING_BLOCKS = 4, 20
+#: How often Python's memory is looked at, and the most blocks that looking and caches take in a short run.
+PARTS, MEASURING_BLOCKS = 4, 150
 
 
 @dataclass(frozen=True)

@@ -174,6 +174,13 @@ def test_a_sitecustomize_that_was_there_runs_as_before(exports, tmp_path, place)
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True, timeout=120)
         (folder,) = (tmp_path / "venv").glob("lib/python*/site-packages")
         executable = str(tmp_path / "venv/bin/python")
+        if (
+            subprocess.run(
+                [executable, "-I", "-c", "import sitecustomize"], capture_output=True, check=False
+            ).returncode
+            == 0
+        ):
+            pytest.skip("The system's Python has a sitecustomize of its own, which comes before site-packages.")
     else:
         folder = tmp_path / "theirs"
         path = [folder]

@@ -96,7 +96,7 @@ def test_errors_and_closes(simulated, number):
 def test_what_grows_is_seen(simulated, leak):
     kept = []
     leaks = {
-        "objects": lambda: kept.extend((object(), object())),
+        "objects": lambda: kept.extend(object() for _ in range(8)),
         "descriptors": lambda: kept.append(os.open(os.devnull, os.O_RDONLY)),
         "pinned memory": lambda: kept.append(simulated.pin_empty(1, dtype=torch.uint8)),
         "resident memory": lambda: kept.append(torch.zeros(100_000)),
