@@ -99,7 +99,7 @@ def test_what_grows_is_seen(simulated, leak):
         "objects": lambda: kept.extend(object() for _ in range(8)),
         "descriptors": lambda: kept.append(os.open(os.devnull, os.O_RDONLY)),
         "pinned memory": lambda: kept.append(simulated.pin_empty(1, dtype=torch.uint8)),
-        "resident memory": lambda: kept.append(torch.zeros(100_000)),
+        "resident memory": lambda: kept.append(torch.ones(400_000)),
     }
     try:
         with pytest.raises(AssertionError, match="100 rounds"):
