@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 from pathlib import Path
 
 from tests.environment import NO_COMPILER
@@ -61,6 +62,16 @@ def run_program(program, *arguments, forked=True, tear_down=False, **how):
     """
     command = ("-W", "error", "-c", textwrap.dedent(program), *arguments)
     return run_python(*command, forked=forked, tear_down=tear_down, **how)
+
+
+def run_threads(work, arguments, seconds=60):
+    """Calls ``work`` with each argument at once, each in a thread of its own; all must end in time."""
+    threads = [threading.Thread(target=work, args=(argument,), daemon=True) for argument in arguments]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(seconds)
+    assert not any(thread.is_alive() for thread in threads)
 
 
 class _Server:

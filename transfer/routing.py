@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from accelerators import Accelerator, AcceleratorError
+from accelerators import Accelerator
 
 from .config_file import ConfigLike
 from .errors import FallbackWarning, StrategyUnavailableError, TransferError, run_all, warn_caller
@@ -91,10 +91,12 @@ class RoutedTransfer(HostToDeviceTransfer):
     def _prepare(self, name: str, source: Tensor) -> None:
         try:
             self.policy.strategy(name).prepare(source)
-        except (TransferError, AcceleratorError) as error:
-            if not self.fallback or not isinstance(error, StrategyUnavailableError):
+        except StrategyUnavailableError as error:
+            if not self.fallback:
                 raise
             self._warn(name, f"{error} Copies from there take a slower strategy")
+        except TransferError:
+            raise
         except Exception as error:  # of a vendor: its methods may raise whatever they want
             if not self.fallback:
                 raise

@@ -31,7 +31,7 @@ from tests.nvme.tools import (
     swap_out,
     values,
 )
-from tests.running import run_program, succeeds
+from tests.running import run_program, run_threads, succeeds
 from transfer import FallbackWarning, StrategyUnavailableError, SwapError, SwapSpaceError, TransferError, nvme
 
 
@@ -236,12 +236,7 @@ def test_four_threads_share_a_transfer(root, any_accelerator):
             if not (nvme.swap_in(swapped) == value).all():
                 wrong.append((value, numel))
 
-    threads = [threading.Thread(target=work, args=(float(i),), daemon=True) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not any(thread.is_alive() for thread in threads)
+    run_threads(work, map(float, range(4)))
     assert not wrong
     transfer.close()
     assert transfer.pinned_bytes == 0

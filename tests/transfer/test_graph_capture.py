@@ -98,15 +98,20 @@ class Deaf(SimulatedAccelerator):
         raise RuntimeError("operation not permitted on an event last recorded in a capturing stream")
 
 
-@pytest.mark.parametrize("kept", [False, True])
-@pytest.mark.parametrize("way_name", [name for name in WAYS if name != "pageable"])
-def test_an_event_that_never_answers_costs_one_copy_and_no_transfer(tmp_path, way_name, kept):
+def deaf(way_name, directory):
     device = Deaf()
     transfer = WAYS[way_name](device)
-    source = nvme.swap_out(VALUES[:200], tmp_path) if way_name == "file" else VALUES[:200].clone()
+    source = nvme.swap_out(VALUES[:200], directory) if way_name == "file" else VALUES[:200].clone()
     if way_name != "file":
         transfer.prepare(source)
     destination = device.device_empty(200, dtype=torch.bfloat16)
+    return device, transfer, source, destination
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("way_name", [name for name in WAYS if name != "pageable"])
+def test_an_event_that_never_answers_costs_one_copy_and_no_transfer(tmp_path, way_name, kept):
+    device, transfer, source, destination = deaf(way_name, tmp_path)
     copy = transfer.submit(destination, source)
     device.deaf = False
     if not kept:
@@ -130,12 +135,7 @@ def test_an_event_that_never_answers_costs_one_copy_and_no_transfer(tmp_path, wa
 
 @pytest.mark.parametrize("way_name", [name for name in WAYS if name != "pageable"])
 def test_a_close_waits_for_a_device_whose_events_never_answer(tmp_path, way_name):
-    device = Deaf()
-    transfer = WAYS[way_name](device)
-    source = nvme.swap_out(VALUES[:200], tmp_path) if way_name == "file" else VALUES[:200].clone()
-    if way_name != "file":
-        transfer.prepare(source)
-    destination = device.device_empty(200, dtype=torch.bfloat16)
+    device, transfer, source, destination = deaf(way_name, tmp_path)
     transfer.submit(destination, source)
     transfer.close()
     assert transfer.pinned_bytes == transfer.scratch_bytes == device.pinned_bytes == 0

@@ -1,12 +1,10 @@
 """What only a real GPU can show: memory bounds, several devices, sizes past 2^31."""
 
-import threading
-
 import pytest
 import torch
 
 from accelerators.testing import accelerator_or_skip
-from tests.running import run_program
+from tests.running import run_program, run_threads
 from transfer import (
     PageableTransfer,
     PinnedStagedTransfer,
@@ -80,12 +78,7 @@ def test_threads_on_both_devices_share_one_transfer(cuda, second_device):
                 if not (destination.cpu() == value).all():
                     wrong.append(value)
 
-        threads = [threading.Thread(target=work, args=(float(value),), daemon=True) for value in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-    assert not any(thread.is_alive() for thread in threads)
+        run_threads(work, map(float, range(4)))
     assert not wrong
 
 
@@ -147,12 +140,7 @@ def test_two_transfers_in_two_threads(cuda):
                         wrong.append(seed)
                     source.add_(1)
 
-    threads = [threading.Thread(target=work, args=(seed,), daemon=True) for seed in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    assert not any(thread.is_alive() for thread in threads)
+    run_threads(work, range(2), seconds=120)
     assert not wrong
 
 

@@ -90,4 +90,4 @@ def test_a_failure_in_a_step_is_clean(config, swapped, error):
     assert len(calls) > 10, "a step calls the accelerator"
     for after in first_middle_and_last(calls):
         fail_in_a_step(config, error, after, swapped)
-    assert threading.active_count() == threads
+    assert threading.active_count() <= threads

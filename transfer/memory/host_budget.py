@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from pathlib import Path
@@ -44,18 +45,26 @@ def page_lock_budget_bytes(root: Path = Path("/")) -> int | None:
     Returns:
         The budget, or None where the system does not tell how much memory there is.
     """
-    meminfo, status = _kilobytes(root / "proc/meminfo"), _kilobytes(root / "proc/self/status")
+    total = _total_bytes(root)
+    if total is None:
+        return None
+    for_all, locked = total // _SHARE, _kilobytes(root / "proc/meminfo").get("Mlocked", 0)
+    if locked:
+        locked = max(0, locked - _kilobytes(root / "proc/self/status").get("VmLck", 0))
+    return max(0, min(for_all // local_ranks(), for_all - locked))
+
+
+@functools.cache  # asked for each source that is prepared, and half a millisecond in many files
+def _total_bytes(root: Path) -> int | None:
+    """The memory of the host, or of the control group if that is less. A limit that changes counts in new processes."""
+    meminfo = _kilobytes(root / "proc/meminfo")
     host = meminfo.get("MemTotal")
     if host is None and root == Path("/"):
         host = _physical_bytes()
     limits = [limit for limit in map(_limit, _groups(root)) if limit is not None]
     if host is not None:
         limits.append(host - meminfo.get("Hugetlb", 0))  # huge pages are set apart
-    if not limits:
-        return None
-    for_all = min(limits) // _SHARE
-    locked_by_others = max(0, meminfo.get("Mlocked", 0) - status.get("VmLck", 0))
-    return max(0, min(for_all // local_ranks(), for_all - locked_by_others))
+    return min(limits, default=None)
 
 
 def _positive(text: str) -> int | None:

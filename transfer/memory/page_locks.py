@@ -91,13 +91,13 @@ def page_lock(
     return _registry.guard.alone(_page_lock, accelerator, tensor, owner, most_bytes)
 
 
-def unused(lock: PageLock, owner: Hashable, storage: torch.UntypedStorage) -> bool:
-    """Whether ``owner`` needs a lock no more, once it is done with this storage."""
+def drop(lock: PageLock, owner: Hashable, storage: torch.UntypedStorage) -> bool:
+    """``owner`` needs a lock no more for this storage; whether it needs it for none now, and is to leave."""
     keys = lock.owners.get(owner)
     if keys is None or storage._cdata not in keys:
         return False
     keys.discard(storage._cdata)
-    return keys.isdisjoint(lock.storages)
+    return not keys
 
 
 def leave(lock: PageLock, owner: Hashable) -> None:
@@ -227,7 +227,6 @@ def _leave(lock: PageLock, owner: Hashable | None) -> None:
         if len(lock.owners) == 1:
             (_give_back if lock.is_current else _give_back_stale)(lock)
         else:
-            lock.owners.pop(owner)
             _disown(lock, owner)
 
 
@@ -267,10 +266,10 @@ def _forget(lock: PageLock) -> None:
     _registry.unowned.pop(lock, None)
     for owner in tuple(lock.owners):
         _disown(lock, owner)
-    lock.owners.clear()
 
 
 def _disown(lock: PageLock, owner: Hashable) -> None:
+    lock.owners.pop(owner, None)
     locks = _registry.owned.get(owner, {})
     locks.pop(lock, None)
     if not locks:

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 from typing_extensions import Self
 
-from ..accelerator_choice import accelerator_errors
 from ..errors import TransferBusyError
 from ..interface import HostToDeviceTransfer
 from ..memory.holdings import Holdings
@@ -60,8 +59,7 @@ class BufferedTransfer(HostToDeviceTransfer):
             return
         try:
             self._busy = True
-            with accelerator_errors():
-                self._held.close_requested()
+            self._held.close_requested()
         finally:
             self._busy = False
 

@@ -132,7 +132,7 @@ class PinnedDirectTransfer(BufferedTransfer):
             for locks in self._held.of(OwnedLocks):
                 for lock in page_locks.over(self._accelerator, source):
                     key = ("leaving", lock)
-                    if page_locks.unused(lock, locks, source.untyped_storage()) and key not in self._held.requested:
+                    if page_locks.drop(lock, locks, source.untyped_storage()) and key not in self._held.requested:
                         self._held.get(key, functools.partial(LeavingLock, lock, locks))
                         self._held.request_close(key)
             self._close_requested()

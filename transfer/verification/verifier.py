@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from random import Random
@@ -18,9 +17,10 @@ from accelerators import Accelerator
 from accelerators.errors import REFUSALS
 
 from ..accelerator_choice import accelerator_errors
-from ..errors import StrategyUnavailableError, VerificationError
+from ..errors import StrategyUnavailableError, TransferBusyError, VerificationError
 from ..in_flight import InFlightCopy, made
 from ..memory.holdings import Holdings
+from ..memory.marking_guard import MarkingGuard
 from ..nvme.swapped_tensor import SwappedTensor
 from ..tensor_memory import describe
 from .comparing import compare
@@ -46,8 +46,7 @@ class Verifier:
         self._numbers = itertools.count(1)
         self._streams: dict[torch.device, Any] = {}
         self._held = Holdings()
-        self._lock = threading.RLock()
-        self._busy = False  # this is in use in the thread that holds the lock
+        self._guard = MarkingGuard(Verifier._close)  # unbound: a cycle would keep the memory until it is collected
         self._refused = False  # the slots' memory, since the last close
         weakref.finalize(self, _close, self._held)
 
@@ -107,18 +106,17 @@ class Verifier:
         needed = accelerator.capabilities.why_not("streams", "events", "pins_host_memory", "copies_asynchronously")
         if needed is not None:
             return None
-        with self._lock:
-            if self._busy or self._refused:
-                return None
-            try:
-                self._busy = True
-                self._held.close_requested()
-                slots = self._slots(accelerator, stream, destination)
-                snapshot = None if slots is None else slots.take(copy, parts)
-                self._held.close_requested()
-                return snapshot
-            finally:
-                self._busy = False
+        try:
+            return self._guard.alone(self._take, accelerator, stream, copy, destination, parts)
+        except TransferBusyError:
+            return None
+
+    def _take(
+        self, accelerator: Accelerator, stream: Any, copy: InFlightCopy, destination: Tensor, parts: Sequence[Part]
+    ) -> Snapshot | None:
+        self._held.close_requested()  # what an interrupted close has left
+        slots = None if self._refused else self._slots(accelerator, stream, destination)
+        return None if slots is None else slots.take(copy, parts)
 
     def _slots(self, accelerator: Accelerator, stream: Any, destination: Tensor) -> Slots | None:
         try:
@@ -129,17 +127,16 @@ class Verifier:
 
     def close(self) -> None:
         """Gives the pinned memory back. Copies that were not waited for keep what was read for them."""
-        with self._lock:
-            self._held.request_close()
-            if self._busy:  # in the middle of a copy of this thread, which closes it when it ends
-                return
-            try:
-                self._busy = True
-                self._held.close_requested()
-                self._streams.clear()
-                self._refused = False
-            finally:
-                self._busy = False
+        self._held.request_close()
+        try:
+            self._guard.alone(self._close)
+        except TransferBusyError:
+            self._guard.mark(self)  # in the middle of a copy of this thread, which closes it when it ends
+
+    def _close(self) -> None:
+        self._held.close_requested()
+        self._streams.clear()
+        self._refused = False
 
 
 def _close(held: Holdings) -> None:

@@ -1,7 +1,6 @@
 """Who holds a page-lock, and until when: threads, finalizers, storages that move, and storages over the same memory."""
 
 import gc
-import threading
 import time
 from random import Random
 
@@ -12,7 +11,7 @@ import torch
 from accelerators import AcceleratorError
 from accelerators.simulated import SimulatedAccelerator
 from accelerators.testing import failing
-from tests.running import run_program
+from tests.running import run_program, run_threads
 from tests.transfer.direct_tools import MODES, direct, empty
 from transfer import StrategyUnavailableError, TransferBusyError, TransferError, build_transfer
 
@@ -41,11 +40,7 @@ def test_two_threads_page_lock_at_once(shared):
             except Exception as error:  # noqa: BLE001
                 errors.append(error)
 
-        threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
+        run_threads(work, range(2))
         assert errors == []
         assert all(simulated.is_pinned(master) for each in masters for master in each)
         assert [transfer.page_locked_bytes for transfer in transfers] == [8 * 20_000] * 2
@@ -341,12 +336,7 @@ def test_threads_prepare_copy_move_drop_and_close(mapped):
         except Exception as error:  # noqa: BLE001
             errors.append(error)
 
-    threads = [threading.Thread(target=work, args=(seed,), daemon=True) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not any(thread.is_alive() for thread in threads)
+    run_threads(work, range(4))
     assert errors == []
     for transfer in transfers:
         transfer.close()

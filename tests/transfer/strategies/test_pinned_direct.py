@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import gc
-import threading
 import warnings
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 
 from accelerators.simulated import SimulatedAccelerator
 from accelerators.testing import failing
+from tests.running import run_threads
 from tests.transfer.direct_tools import BF16, MODES, Recorder, direct, empty, routed
 from transfer import FallbackWarning, PinnedDirectConfig, StrategyUnavailableError
 from transfer.memory.scratch_ring import ScratchRing
@@ -204,12 +204,7 @@ def test_threads_share_one_transfer(simulated, mapped):
         except Exception as error:  # noqa: BLE001 - a thread's error must reach the test
             wrong.append(error)
 
-    threads = [threading.Thread(target=work, args=(float(i + 1),), daemon=True) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not any(thread.is_alive() for thread in threads)
+    run_threads(work, [float(i + 1) for i in range(4)])
     assert not wrong
     assert transfer.scratch_bytes == (0 if mapped else 2 * 256 * 4)
     transfer.close()

@@ -9,7 +9,7 @@ import torch
 
 from accelerators.simulated import SimulatedAccelerator
 from accelerators.testing import failing
-from tests.running import run_python
+from tests.running import run_python, run_threads
 from tests.transfer.direct_tools import routed
 from transfer import (
     ConfigError,
@@ -394,12 +394,7 @@ def test_two_strategies_in_two_threads(simulated):
                 if not (destination == value).all():
                     wrong.append(value)
 
-    threads = [threading.Thread(target=work, args=(float(i),), daemon=True) for i in (1, 2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not any(thread.is_alive() for thread in threads)
+    run_threads(work, (1.0, 2.0))
     assert not wrong
     assert simulated.pinned_bytes == 0
 

@@ -5,7 +5,6 @@ import itertools
 import pickle
 import random
 import sys
-import threading
 
 import numpy as np
 import pytest
@@ -13,6 +12,7 @@ import torch
 
 from accelerators.simulated import SimulatedAccelerator
 from accelerators.testing import ANY_METHOD, bits, failing
+from tests.running import run_threads
 from transfer import ConfigError, TransferConfig, TransferError, VerificationError, build_transfer, load_config, nvme
 from transfer.memory.staging_ring import StagingBuffer
 
@@ -507,12 +507,7 @@ def test_threads_share_one_transfer(simulated, mode):
         except BaseException as error:  # noqa: BLE001 - shown below
             errors.append(error)
 
-    threads = [threading.Thread(target=work, args=(seed,), daemon=True) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
+    run_threads(work, range(4))
     assert errors == []
     transfer.close()
     assert simulated.pinned_bytes == 0
