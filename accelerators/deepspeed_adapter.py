@@ -143,6 +143,13 @@ class DeepSpeedAdapter:
         host = destination if self.on_host(destination) else source
         destination.copy_(source, non_blocking=destination.dtype == source.dtype and self._is_known_as_pinned(host))
 
+    def empty_host_cache(self) -> None:
+        """Gives the pinned memory back that torch keeps for later; does nothing where torch cannot."""
+        empty = getattr(getattr(torch, "accelerator", None), "empty_host_cache", None)
+        empty = empty or getattr(torch._C, "_host_emptyCache", None)  # before torch 2.9
+        if empty is not None and self.Stream is not None:
+            empty()
+
     def range_push(self, message: str) -> None:
         """Opens a named range in the vendor's profiler, where there is one."""
         self._deepspeed.range_push(message)

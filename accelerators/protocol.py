@@ -195,6 +195,13 @@ class CapturesGraphs(Protocol):
         """
 
 
+class CachesHostMemory(Protocol):
+    """What an accelerator that keeps pinned memory for later has beside ``Accelerator``. Looked for by its name."""
+
+    def empty_host_cache(self) -> None:
+        """Gives the memory back that is kept and not in use. May block until copies from it have ended."""
+
+
 def check_accelerator(candidate: Any, origin: str) -> None:
     """Checks that an object has every member of ``Accelerator``, without calling any.
 

@@ -277,6 +277,11 @@ class TransferPolicy:
         )
         return None if choice is None else Decision(*choice)
 
+    @property
+    def profile(self) -> MachineProfile | None:
+        """The machine's profile where ``strategy: measured`` goes by one; None otherwise. May start the accelerator."""
+        return None if self._profile is None else self._profile_of(self.accelerator_choice.resolve())
+
     def _profile_of(self, accelerator: Accelerator) -> MachineProfile | None:
         """The profile, if it is of this machine; warns once if it is not."""
         if not self._profile_checked:

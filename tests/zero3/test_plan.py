@@ -137,10 +137,10 @@ def renamed_end(self, closure=None):
 
 @pytest.fixture
 def tiled(simulated, monkeypatch):
-    """A stand-in whose last sub-group is updated in tiles of 4, 2 and 2 elements."""
+    """A stand-in whose sub-groups are updated in tiles of 3, 3 and 2 elements."""
     monkeypatch.setattr(plan, "updates_in_parts", lambda optimizer: True)
-    monkeypatch.setattr(tiles, "ALIGNMENT_ELEMENTS", 2)
-    monkeypatch.setattr(tiles, "SMALLEST_ELEMENTS", 2)
+    monkeypatch.setattr(tiles, "ALIGNMENT_ELEMENTS", 3)
+    monkeypatch.setattr(tiles, "TILE_ELEMENTS", 5)
     return TiledStage3(simulated)
 
 
@@ -148,16 +148,16 @@ RIGHT = [after(each) for each in range(3)]
 
 
 @pytest.mark.parametrize("config", [DIRECT, STAGED], ids=["direct", "staged"])
-def test_the_last_sub_group_goes_in_tiles(simulated, tiled, config):
+def test_every_sub_group_goes_in_tiles(simulated, tiled, config):
     transfer = build_transfer(config, simulated)
     zero3.attach(tiled, transfer)
     tiled.step()
-    assert tiled.optimizer.ds_opt_adam.updated == [8, 8, 4, 2, 2]
+    assert tiled.optimizer.ds_opt_adam.updated == [3, 3, 2] * 3
     assert tiled.seen_at_gather == RIGHT
-    assert sum(counts.copies for counts in transfer.stats().values()) == 5, "and not once more as a whole"
+    assert sum(counts.copies for counts in transfer.stats().values()) == 9, "and not once more as a whole"
 
 
-@pytest.mark.parametrize("tile", [3, 4, 5])
+@pytest.mark.parametrize("tile", [7, 8, 9])
 def test_code_that_comes_in_between_tiles_finds_the_copy_back_finished(simulated, tiled, tile, monkeypatch):
     zero3.attach(tiled, build_transfer(DIRECT, simulated))
     release, seen = TiledStage3._release_sub_group, []
@@ -174,7 +174,7 @@ def test_code_that_comes_in_between_tiles_finds_the_copy_back_finished(simulated
     assert tiled.seen_at_gather == RIGHT
 
 
-@pytest.mark.parametrize("tile", [3, 4, 5])
+@pytest.mark.parametrize("tile", [7, 8, 9])
 def test_a_transfer_that_is_attached_between_tiles_copies_the_whole_master(simulated, tiled, tile):
     first, second = build_transfer(DIRECT, simulated), build_transfer(STAGED, simulated)
     zero3.attach(tiled, first)
@@ -186,7 +186,7 @@ def test_a_transfer_that_is_attached_between_tiles_copies_the_whole_master(simul
     assert tiled.values() == [after(each, 2) for each in range(3)]
 
 
-@pytest.mark.parametrize("tile", [3, 4, 5])
+@pytest.mark.parametrize("tile", [7, 8, 9])
 def test_detaching_between_tiles_leaves_the_copy_back_to_deepspeed(simulated, tiled, tile):
     zero3.attach(tiled, build_transfer(DIRECT, simulated))
     tiled.optimizer.ds_opt_adam.at[tile] = lambda: zero3.detach(tiled)
@@ -196,7 +196,7 @@ def test_detaching_between_tiles_leaves_the_copy_back_to_deepspeed(simulated, ti
     assert simulated.pinned_bytes == 0
 
 
-@pytest.mark.parametrize("tile", [3, 4, 5])
+@pytest.mark.parametrize("tile", [7, 8, 9])
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError("no stream")], ids=repr)
 def test_an_error_between_tiles_leaves_the_master_updated_once_and_nothing_in_flight(simulated, tiled, tile, error):
     zero3.attach(tiled, build_transfer(DIRECT, simulated))
@@ -222,7 +222,7 @@ def test_what_was_asked_at_the_start_of_a_step_is_not_asked_again(simulated, til
     assert len(asked) == len(set(asked)) == 3
 
 
-@pytest.mark.parametrize("updates", [1, 2])
+@pytest.mark.parametrize("updates", [3, 4])
 def test_a_master_that_moves_after_it_was_asked_for_is_deepspeeds(simulated, tiled, updates):
     zero3.attach(tiled, build_transfer(DIRECT, simulated))
 

@@ -10,7 +10,6 @@ from tests.zero3.stand_ins import Spy
 from tests.zero3.swapping import SwappingStage3
 from tests.zero3.test_deferred import BEFORE, DIRECT, STAGED, after
 from transfer import FallbackWarning, StrategyUnavailableError, build_transfer, zero3
-from transfer.zero3.plan import exposed
 
 #: Four buffers of twelve fp32 elements.
 BUFFERS_BYTES = 4 * 12 * 4
@@ -132,21 +131,3 @@ def test_buffers_are_not_prepared_for_an_order_of_their_own(simulated, optimizer
     spy = Spy(simulated)
     zero3.attach(optimizer, spy)
     assert spy.log == []
-
-
-@pytest.mark.parametrize(
-    ("elements", "swapped", "expected"),
-    [
-        ([8, 8, 8], (), {2}),
-        ([8, 8, 3], (), {1, 2}),  # the small last one does not hide what comes before
-        ([8, 2, 2, 4], (), {3}),  # those after the first are as many
-        ([8, 2, 2, 3], (), {0, 3}),
-        ([8, 8, 3], (0, 1), {0, 1, 2}),  # the rest is in memory
-        ([8, 3, 8], (0, 2), {0, 2}),
-        ([8, 8, 0], (), {1}),  # the last master is on the device, and updating it hides nothing
-        ([0, 8], (0,), {1}),
-        ([], (), set()),
-    ],
-)
-def test_a_copy_is_exposed_where_no_later_update_hides_it(elements, swapped, expected):
-    assert exposed(elements, swapped) == expected

@@ -8,39 +8,40 @@ import torch
 
 from transfer.zero3 import tiles
 from transfer.zero3.stage3 import updates_in_parts
-from transfer.zero3.tiles import plan_tiles, updating_in_tiles
+from transfer.zero3.tiles import TileStream, plan_tiles
+
+TILE = 256
 
 
 @pytest.fixture
-def small_tiles(monkeypatch):
+def stream(monkeypatch):
+    """Updates in tiles of 256 elements."""
     monkeypatch.setattr(tiles, "ALIGNMENT_ELEMENTS", 128)
-    monkeypatch.setattr(tiles, "SMALLEST_ELEMENTS", 128)
+    return TileStream(TILE + 100)
 
 
-def test_tiles_are_halves_and_the_rest_is_small():
-    # By hand: 2^28, then half of what is left each time, until 2^22 would give a tile under 2^21.
-    assert list(plan_tiles(2**28)) == [(2**28 - 2**k, 2 ** (k - 1)) for k in range(28, 21, -1)] + [
-        (2**28 - 2**21, 2**21)
-    ]
-    assert list(plan_tiles(2**22 - 1)) == [(0, 2**22 - 1)]
-    assert list(plan_tiles(0)) == [(0, 0)]
+def test_tiles_are_equal_but_for_the_last():
+    assert list(plan_tiles(10 * 2**16 + 1, 2**18)) == [(0, 2**18), (2**18, 2**18), (2**19, 2 * 2**16 + 1)]
+    assert list(plan_tiles(2**18, 2**18)) == [(0, 2**18)]
+    assert list(plan_tiles(2**18 + 7, 3 * 2**16 + 5)) == [(0, 3 * 2**16), (3 * 2**16, 2**16 + 7)]
+    assert list(plan_tiles(100, 5)) == [(0, 100)], "not less than the alignment"
+    assert list(plan_tiles(0, 5)) == [(0, 0)]
 
 
 @pytest.mark.parametrize("numel", [1, 2**21, 2**22, 2**22 + 1, 10**7 + 3, 2**31 + 7])
 def test_tiles_cover_everything_once_and_begin_at_whole_vectors(numel):
     end = 0
-    for offset, length in plan_tiles(numel):
+    for offset, length in plan_tiles(numel, 2**22):
         assert offset == end
         assert offset % 2**16 == 0
-        assert length > 0
+        assert 0 < length <= 2**22
         end = offset + length
     assert end == numel
 
 
-@pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("numel", [1, 127, 128, 500, 4096, 10_007])
 @pytest.mark.parametrize("adamw", [True, False])
-def test_the_bits_are_those_of_one_call(cpu_adam, numel, adamw):
+def test_the_bits_are_those_of_one_call(cpu_adam, stream, numel, adamw):
     def train_in(*, cut):
         generator = torch.Generator().manual_seed(3)
         # Two sub-groups of one optimizer, as ZeRO-3 gives it one after the other.
@@ -53,7 +54,7 @@ def test_the_bits_are_those_of_one_call(cpu_adam, numel, adamw):
                 optimizer.param_groups[0]["params"] = [group]
                 if cut:
                     assert updates_in_parts(optimizer)
-                    with updating_in_tiles(optimizer, group.data, lambda *tile: submitted.append(tile)):
+                    with stream.updating(optimizer, group.data, lambda *tile: submitted.append(tile)):
                         optimizer.step()
                 else:
                     optimizer.step()
@@ -63,12 +64,12 @@ def test_the_bits_are_those_of_one_call(cpu_adam, numel, adamw):
     whole, _ = train_in(cut=False)
     tiled, submitted = train_in(cut=True)
     assert all(torch.equal(*pair) for pair in zip(tiled, whole, strict=True))
-    assert submitted[: len(list(plan_tiles(numel)))] == list(plan_tiles(numel))
-    assert len(submitted) > 25 or numel < 256
+    planned = list(plan_tiles(numel, TILE))
+    assert submitted[: len(planned)] == planned
+    assert len(submitted) == 50 * len(planned)
 
 
-@pytest.mark.usefixtures("small_tiles")
-def test_each_tile_is_submitted_once_it_has_its_new_values(cpu_adam):
+def test_each_tile_is_submitted_once_it_has_its_new_values(cpu_adam, stream):
     parameter = torch.nn.Parameter(torch.zeros(1000))
     parameter.grad = torch.ones(1000)
     optimizer = cpu_adam([parameter], lr=1.0)
@@ -78,21 +79,20 @@ def test_each_tile_is_submitted_once_it_has_its_new_values(cpu_adam):
         assert parameter.data[offset : offset + length].ne(0).all()
         changed.append(int(parameter.data.ne(0).sum()))
 
-    with updating_in_tiles(optimizer, parameter.data, submit):
+    with stream.updating(optimizer, parameter.data, submit):
         optimizer.step()
-    assert changed == [384, 640, 768, 1000], "what comes later is still old: 1000 -> 384, 616 -> 256, 360 -> 128, 232"
+    assert changed == [256, 512, 768, 1000], "what comes later is still old"
     before = parameter.data.clone()
     optimizer.step()
     assert len(changed) == 4, "outside the block it is DeepSpeed's own op again"
     assert parameter.data.ne(before).all()
 
 
-@pytest.mark.usefixtures("small_tiles")
-def test_another_tensor_is_updated_whole(cpu_adam):
+def test_another_tensor_is_updated_whole(cpu_adam, stream):
     parameter, other = torch.nn.Parameter(torch.zeros(1000)), torch.zeros(1000)
     parameter.grad = torch.ones(1000)
     optimizer = cpu_adam([parameter], lr=1.0)
-    with updating_in_tiles(optimizer, other, lambda *_: pytest.fail("not this tensor")):
+    with stream.updating(optimizer, other, lambda *_: pytest.fail("not this tensor")):
         optimizer.step()
     assert parameter.data.ne(0).all()
 
@@ -114,13 +114,12 @@ def test_only_deepspeeds_own_adam_is_cut(cpu_adam, monkeypatch):
         assert updates_in_parts(fresh()) is expected
 
 
-@pytest.mark.usefixtures("small_tiles")
-def test_a_submit_that_fails_leaves_the_whole_master_updated_once(cpu_adam):
+def test_a_submit_that_fails_leaves_the_whole_master_updated_once(cpu_adam, stream):
     def update(submit):
         parameter = torch.nn.Parameter(torch.zeros(1000))
         parameter.grad = torch.linspace(-1, 1, 1000)
         optimizer = cpu_adam([parameter], lr=1.0)
-        with updating_in_tiles(optimizer, parameter.data, submit):
+        with stream.updating(optimizer, parameter.data, submit):
             optimizer.step()
         return parameter
 
@@ -132,16 +131,15 @@ def test_a_submit_that_fails_leaves_the_whole_master_updated_once(cpu_adam):
     parameter = torch.nn.Parameter(torch.zeros(1000))
     parameter.grad = torch.linspace(-1, 1, 1000)
     optimizer = cpu_adam([parameter], lr=1.0)
-    with pytest.raises(MemoryError), updating_in_tiles(optimizer, parameter.data, refuse):
+    with pytest.raises(MemoryError), stream.updating(optimizer, parameter.data, refuse):
         optimizer.step()
     assert torch.equal(parameter.data, whole)
     optimizer.step()
     assert optimizer.state[parameter]["step"] == 2
 
 
-@pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("stopped", [0, 1, 2])
-def test_ctrl_c_while_a_tile_is_updated_leaves_the_whole_master_updated_once(stopped):
+def test_ctrl_c_while_a_tile_is_updated_leaves_the_whole_master_updated_once(stream, stopped):
     """Python raises it when the op, which is compiled, has returned: that tile is updated then."""
     calls = []
 
@@ -153,7 +151,7 @@ def test_ctrl_c_while_a_tile_is_updated_leaves_the_whole_master_updated_once(sto
 
     parameter, *others = (torch.zeros(1000) for _ in range(4))
     optimizer = types.SimpleNamespace(ds_opt_adam=types.SimpleNamespace(adam_update=adam_update))
-    with pytest.raises(KeyboardInterrupt), updating_in_tiles(optimizer, parameter, lambda *_: None):
+    with pytest.raises(KeyboardInterrupt), stream.updating(optimizer, parameter, lambda *_: None):
         optimizer.ds_opt_adam.adam_update(parameter, *others)
     assert parameter.unique().tolist() == [1]
     assert sum(calls) == 1000

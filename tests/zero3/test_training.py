@@ -140,7 +140,7 @@ def test_every_master_on_the_host_goes_through_the_interface(trained):
     for name, results in trained.items():
         for result in results:
             expected = 0 if name == "deepspeed" else 3 * result["masters_on_host"]
-            if result["submitted"] > expected > 0:  # the last master of each step went in tiles
+            if result["submitted"] > expected > 0:  # the masters went in tiles
                 assert "immediate" not in name
                 assert result["optimizer"] == "DeepSpeedCPUAdam"
             else:
@@ -239,4 +239,4 @@ def test_training_with_cpu_adam_is_bitwise_that_of_deepspeed(cpu_adam, simulated
         assert mine["submitted"] == 3 * mine["sub_groups"]
     for name in ("direct", "staged"):
         for mine in results[name]:
-            assert mine["submitted"] > results["immediate"][0]["submitted"] > 0, "the last master went in tiles"
+            assert mine["submitted"] > results["immediate"][0]["submitted"] > 0, "the masters went in tiles"

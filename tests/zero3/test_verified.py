@@ -104,16 +104,16 @@ def test_a_wrong_copy_ends_the_step_before_parameters_are_gathered(simulated, sp
 @MODES
 def test_a_wrong_tile_is_found_by_its_place_in_the_partition(simulated, spoil, mode, monkeypatch):
     monkeypatch.setattr(plan, "updates_in_parts", lambda _: True)
-    monkeypatch.setattr(tiles, "ALIGNMENT_ELEMENTS", 2)
-    monkeypatch.setattr(tiles, "SMALLEST_ELEMENTS", 2)
+    monkeypatch.setattr(tiles, "ALIGNMENT_ELEMENTS", 3)
+    monkeypatch.setattr(tiles, "TILE_ELEMENTS", 3)
     optimizer = TiledStage3(simulated)
     zero3.attach(optimizer, verified(simulated, mode))
-    spoil({3: 1})  # two sub-groups, then tiles of 4, 2 and 2 elements
+    spoil({4: 1})  # three tiles of 3, 3 and 2 elements for each sub-group: the second tile of the second one
     with pytest.raises(VerificationError) as caught:
         optimizer.step()
-    assert optimizer.optimizer.ds_opt_adam.updated == [8, 8, 4, 2, 2]
-    assert (caught.value.sub_group, caught.value.first, caught.value.last) == (2, 5, 5)
-    assert caught.value.expected.startswith("8.0 ")
+    assert optimizer.optimizer.ds_opt_adam.updated == [3, 3, 2] * 3
+    assert (caught.value.sub_group, caught.value.first, caught.value.last) == (1, 4, 4)
+    assert caught.value.expected.startswith("6.0 ")
     assert "post" not in optimizer.calls
 
 

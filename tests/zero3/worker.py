@@ -26,8 +26,8 @@ from transfer.zero3 import patching, tiles
 from transfer.zero3.attachments import attachments
 
 STEPS = 3
-#: Masters here are small: let the update of the last one be cut all the same.
-tiles.SMALLEST_ELEMENTS = tiles.ALIGNMENT_ELEMENTS = 1024
+#: Masters here are small: let them be updated in tiles all the same.
+tiles.TILE_ELEMENTS = tiles.ALIGNMENT_ELEMENTS = 1024
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "autocast": torch.float32}
 
 

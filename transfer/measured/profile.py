@@ -151,6 +151,12 @@ class Optimizer(ConfigModel):
     name: StrictStr
     updates: Annotated[tuple[UpdateTime, ...], AfterValidator(_rising)]
 
+    @property
+    def tile_elements(self) -> int:
+        """The smallest update that is as fast as the fastest, for each element, within 2%."""
+        least = min(one.seconds / one.elements for one in self.updates) * (1 + WORTH_MORE)
+        return next(one.elements for one in self.updates if one.seconds / one.elements <= least)
+
 
 class DriveRate(ConfigModel):
     """Rates of the slowest rank: ``threads`` of each rank read and write a file in requests of ``request_bytes``."""

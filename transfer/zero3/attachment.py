@@ -1,4 +1,4 @@
-"""The state of one attached ZeRO-3 optimizer: its transfer, what was prepared, and the copies in flight."""
+"""The state of one attached ZeRO-3 optimizer: its transfer, its gradients, what was prepared, the copies in flight."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import contextlib
 import functools
 import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,9 +18,13 @@ from ..errors import VerificationError, run_all
 from ..in_flight import InFlightCopy
 from ..interface import HostToDeviceTransfer
 from ..memory import own_memory
+from ..routing import RoutedTransfer
+from . import tiles
+from .gradients import HostGradients, LazyGradient
 from .plan import StepPlan
-from .stage3 import Stage3
+from .stage3 import GradientState, Stage3
 from .swap_buffers import SwapBuffers
+from .tiles import TileStream
 
 logger = logging.getLogger("transfer")
 
@@ -34,6 +39,8 @@ class Attachment:
         by_install: Whether ``install`` attached it.
         engine: The DeepSpeed engine where it is known, for its monitor.
         plan: The plan of the step that is under way; None between steps.
+        gradients: Those of the optimizer, where they go to the host once; else None.
+        stream: Updates masters tile by tile, from the first such update on.
     """
 
     transfer: HostToDeviceTransfer
@@ -41,6 +48,8 @@ class Attachment:
     by_install: bool = False
     engine: weakref.ref[Any] | None = None
     plan: StepPlan | None = None
+    gradients: HostGradients | None = None
+    stream: TileStream | None = None
     _in_flight: list[tuple[int, int, InFlightCopy]] = field(default_factory=list)
     _interrupted: bool = False
     _masters: dict[int, weakref.ref[torch.UntypedStorage]] = field(default_factory=dict)  # those that were prepared
@@ -79,6 +88,53 @@ class Attachment:
         if self.transfer.would_page_lock(pair[1]):
             del pair  # a second view of the master
             own_memory.move(stage3.master(sub_group_id))
+
+    def updating(
+        self, stage3: Stage3, sub_group_id: int, submit: Callable[[int, int], None]
+    ) -> AbstractContextManager[None]:
+        """A block in which the update of a master is made in tiles; see ``TileStream.updating``."""
+        if self.stream is None:
+            self.stream = TileStream(_tile_elements(self.transfer))
+        return self.stream.updating(stage3.cpu_optimizer, stage3.master(sub_group_id).data, submit)
+
+    def take_gradients(self, stage3: Stage3, waits_because: str | None) -> None:
+        """Lets gradients go to the host once, where that can be; says why not, at level INFO.
+
+        Blocks while DeepSpeed's fp32 buffers are compared with what is accumulated.
+        """
+        state = GradientState(stage3)
+        why_not = state.why_not_once() or waits_because or self._cannot_carry()
+        if why_not is not None:
+            self._give_gradients_back()
+            if stage3.keeps_masters_in_memory:
+                logger.info("gradients of this ZeRO-3 engine go to the host in fp32 too: %s", why_not)
+        elif self.gradients is None:
+            self.gradients = HostGradients(stage3.optimizer, self.transfer)
+            self.gradients.take_over()
+
+    def hold_gradient(self, sub_group_id: int) -> None:
+        """Lets DeepSpeed have the fp32 gradient of a sub-group in memory, from now on."""
+        if self.gradients is not None:
+            self.gradients.hold(sub_group_id)
+
+    def has_lazy_gradient(self, stage3: Stage3, sub_group_id: int) -> bool:
+        """Whether a sub-group's fp32 gradient is in no memory."""
+        return isinstance(stage3.master(sub_group_id).grad, LazyGradient)
+
+    def inherit(self, before: Attachment) -> None:
+        """Takes the gradients of an earlier attachment of the same optimizer."""
+        self.gradients, before.gradients = before.gradients, None
+        if self.gradients is not None:
+            self.gradients.use(self.transfer)
+
+    def _cannot_carry(self) -> str | None:
+        needed = self.transfer.accelerator.capabilities.why_not("streams", "events", "copies_asynchronously")
+        return None if needed is None else needed.rstrip(".")
+
+    def _give_gradients_back(self) -> None:
+        gradients, self.gradients = self.gradients, None
+        if gradients is not None:
+            gradients.give_back()
 
     def prepare(self, stage3: Stage3, sub_group_id: int, master: Any) -> None:
         """Prepares the memory that the copy-backs of a sub-group read: the master, or DeepSpeed's swap buffers.
@@ -154,15 +210,18 @@ class Attachment:
         self.finish()
 
     def give_up(self, *, close: bool = False) -> None:
-        """Waits for what is in flight and gives back what was prepared.
+        """Waits for what is in flight and gives back what was prepared, and DeepSpeed's gradients.
 
-        A transfer that was built for this attachment is closed; with ``close``, so is a caller's.
+        A transfer that was built for this attachment is closed; with ``close``, as the optimizer goes, a caller's too.
 
         Raises:
             Exception: The first error of these; each of them has been tried.
         """
         closes = [self.transfer.close] if close or self.config is not None else []
-        run_all([self.finish, *closes, self.unprepare])
+        if close and self.gradients is not None:
+            self.gradients.forget()
+            self.gradients = None
+        run_all([self.finish, self._give_gradients_back, *closes, self.unprepare])
 
 
 def _wait(sub_group_id: int, offset: int, copy: InFlightCopy) -> None:
@@ -170,3 +229,9 @@ def _wait(sub_group_id: int, offset: int, copy: InFlightCopy) -> None:
         copy.wait()
     except VerificationError as error:
         raise error.in_sub_group(sub_group_id, offset) from None
+
+
+def _tile_elements(transfer: HostToDeviceTransfer) -> int:
+    """The elements of a tile: those of the machine's profile, where ``strategy: measured`` uses one."""
+    profile = transfer.policy.profile if isinstance(transfer, RoutedTransfer) else None
+    return tiles.TILE_ELEMENTS if profile is None or profile.optimizer is None else profile.optimizer.tile_elements

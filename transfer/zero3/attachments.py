@@ -85,6 +85,8 @@ class Attachments:
             )
         with self.lock:
             before = self.get(optimizer)
+            if before is not None and before is not attachment:
+                attachment.inherit(before)
             self._by_optimizer[optimizer] = attachment
             self._detached.discard(optimizer)
         if before is not None and before.transfer is not attachment.transfer:

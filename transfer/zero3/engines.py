@@ -21,7 +21,7 @@ from ..config_file import ConfigLike, resolve_config
 from ..errors import AttachError, run_all
 from ..interface import HostToDeviceTransfer
 from ..routing import build_transfer
-from . import checkpoint, finding, patching, stage3, step, summary
+from . import backward, checkpoint, finding, patching, stage3, step, summary
 from .attachment import Attachment
 from .attachments import Installed, attachments
 from .config import config_for_engine
@@ -188,16 +188,19 @@ def _destroy(original: Callable[..., Any]) -> Callable[..., Any]:
     return patched
 
 
-_PATCHES: dict[str, Patch] = {**step.PATCHES, **checkpoint.PATCHES, stage3.DESTROY: _destroy}
+_PATCHES: dict[str, Patch] = {**step.PATCHES, **backward.PATCHES, **checkpoint.PATCHES, stage3.DESTROY: _destroy}
 
 
 def _add(optimizer: Any, attachment: Attachment) -> None:
     attachments.add(optimizer, attachment)
     with attachments.lock:
         _patch(type(optimizer))
-    summary.attached(optimizer, attachment)
     if hasattr(optimizer, stage3.STEP):
-        attachment.say(why_wait(Stage3(optimizer), deferred=attachment.deferred))
+        view = Stage3(optimizer)
+        waits_because = why_wait(view, deferred=attachment.deferred)
+        attachment.take_gradients(view, waits_because)
+        attachment.say(waits_because)
+    summary.attached(optimizer, attachment)
 
 
 def _patch(optimizer_class: type) -> None:

@@ -7,7 +7,6 @@ was made from, and asked again where it differs.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
 from typing import Any
 
 from ..interface import HostToDeviceTransfer
@@ -27,7 +26,7 @@ class StepPlan:
     Attributes:
         waits_because: Why each copy-back of this step waits, as far as was known at its start; None where they do not.
         swapped: The sub-groups whose state is on NVMe.
-        exposed: Those whose copy no later update hides (``exposed``); empty where updates cannot be made in tiles.
+        in_tiles: Whether the optimizer on the host updates in tiles.
         tiled: The sub-group whose copy-back was submitted while it was updated, or None.
 
     Raises:
@@ -39,11 +38,8 @@ class StepPlan:
         self._answers: dict[int, tuple[Any, bool]] = {}
         self.waits_because = why_wait(stage3, deferred=deferred)
         self.swapped = stage3.swapped()
-        self.exposed: set[int] = set()
+        self.in_tiles = self.waits_because is None and updates_in_parts(stage3.cpu_optimizer)
         self.tiled: int | None = None
-        if self.waits_because is None and updates_in_parts(stage3.cpu_optimizer):
-            pairs = [self.partitions(each) for each in stage3.sub_groups]
-            self.exposed = exposed([0 if pair is None else pair[0].numel() for pair in pairs], self.swapped)
 
     def partitions(self, sub_group_id: int) -> tuple[Any, Any] | None:
         """The low-precision and the master partition of a copy from host to device; None: DeepSpeed's own code runs."""
@@ -66,25 +62,6 @@ class StepPlan:
         if self.waits_because is None:
             self.waits_because = why_wait(self._stage3, deferred=True)
         return self.waits_because is None
-
-
-def exposed(elements: Sequence[int], swapped: Collection[int]) -> set[int]:
-    """The sub-groups whose copy-back the updates that follow are too short to hide.
-
-    On NVMe no update follows before DeepSpeed reuses the master's buffer. In memory, a copy is hidden if as many
-    elements are still to be updated: their update takes longer. The last sub-groups are often small.
-
-    Args:
-        elements: How many elements of each sub-group are copied from host to device.
-        swapped: The sub-groups on NVMe.
-    """
-    found, later = set(), 0
-    for sub_group_id in reversed(range(len(elements))):
-        count = elements[sub_group_id]
-        if count > later or (count and sub_group_id in swapped):
-            found.add(sub_group_id)
-        later += count
-    return found
 
 
 def why_wait(stage3: Stage3, *, deferred: bool) -> str | None:

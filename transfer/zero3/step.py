@@ -1,9 +1,9 @@
 """The patches of a step, in the order in which they run.
 
-``step`` makes the plan, and waits at the end of the step, also after an error. ``update`` makes the update in tiles
-where no later update hides the copy. ``copy_back`` submits. ``release`` waits for a master whose buffer DeepSpeed is
-about to reuse. ``post_step``, in which parameters are gathered, waits for everything. Between steps every copy is
-finished.
+``step`` makes the plan, and waits at the end of the step, also after an error. ``update`` updates a master tile by
+tile, and submits each tile, where the optimizer can do that; else ``copy_back`` submits the whole. ``release`` waits
+for a master whose buffer DeepSpeed is about to reuse. ``post_step``, in which parameters are gathered, waits for
+everything. Between steps every copy is finished.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from .attachments import attachments
 from .patching import Patch
 from .plan import StepPlan
 from .stage3 import Stage3
-from .tiles import updating_in_tiles
 
 
 def step(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -45,23 +44,23 @@ def update(original: Callable[..., Any]) -> Callable[..., Any]:
         if attachment is None:
             return original(optimizer, sub_group_id, *args)
         attachment.release_source(sub_group_id)  # an update writes what a copy might still read
-        plan = attachment.plan
-        if plan is None or sub_group_id not in plan.exposed or not plan.defers():
+        plan, view = attachment.plan, Stage3(optimizer)
+        if plan is None or not plan.in_tiles or not plan.defers():
+            attachment.hold_gradient(sub_group_id)
             return original(optimizer, sub_group_id, *args)
         pair = plan.partitions(sub_group_id)
-        if pair is None:
+        if pair is None and not attachment.has_lazy_gradient(view, sub_group_id):
             return original(optimizer, sub_group_id, *args)
-        destination, master = pair
 
         def submit(offset: int, length: int) -> None:
-            if attachments.get(optimizer) is attachment:  # else another transfer was attached meanwhile: it copies all
+            if pair is not None and attachments.get(optimizer) is attachment:  # else another one was attached meanwhile
                 plan.tiled = sub_group_id
-                part = (offset, length)
-                attachment.submit(sub_group_id, destination.narrow(0, *part), master.narrow(0, *part), offset)
+                destination, source = (each.narrow(0, offset, length) for each in pair)
+                attachment.submit(sub_group_id, destination, source, offset)
 
-        view = Stage3(optimizer)
-        attachment.prepare(view, sub_group_id, master)
-        with updating_in_tiles(view.cpu_optimizer, master, submit):
+        if pair is not None:
+            attachment.prepare(view, sub_group_id, pair[1])
+        with attachment.updating(view, sub_group_id, submit):
             return original(optimizer, sub_group_id, *args)
 
     return patched

@@ -1,0 +1,70 @@
+"""Gradients that go to the host once: everything that DeepSpeed does and tells is what it is without, bit for bit."""
+
+import os
+
+import pytest
+import torch
+
+from tests.running import run_python
+from tests.zero3.gradients import training
+from tests.zero3.launching import FORKED_RANKS, LAUNCH_SECONDS
+
+# A launch has a time limit of its own.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(func_only=True)]
+RANKS = 2
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, why_no_cpu_adam):
+    if why_no_cpu_adam is not None:
+        pytest.skip(why_no_cpu_adam)
+    out = tmp_path_factory.mktemp("gradients")
+    done = run_python(
+        "-c",
+        FORKED_RANKS,
+        RANKS,
+        training.__file__,
+        str(out),
+        environment={**os.environ, "CHECKPOINTS": str(out)},
+        timeout=LAUNCH_SECONDS,
+        forked=True,
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    return {name: [torch.load(out / f"{name}-{rank}.pt") for rank in range(RANKS)] for name in training.CASES}
+
+
+@pytest.mark.parametrize("name", training.CASES)
+def test_everything_is_that_of_deepspeed(trained, name):
+    for alone, attached in trained[name]:
+        assert len(alone["seen"]) == len(attached["seen"]) > 10
+        for index, ((what, expected), (_, got)) in enumerate(zip(alone["seen"], attached["seen"], strict=True)):
+            assert (got is None) == (expected is None), (index, what)
+            if got is not None:
+                torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True, msg=f"{what}, {index}")
+
+
+@pytest.mark.parametrize("name", training.CASES)
+def test_it_was_done(trained, name):
+    """The fp32 gradients are in no memory, unless somebody keeps views of them."""
+    real = training.CASES[name].get("real", 0)
+    for _, attached in trained[name]:
+        if real is None:
+            assert "lazy" not in attached
+        elif real == "all":
+            assert (attached["lazy"], attached["real"] > 1) == (0, True)
+        else:
+            assert attached["real"] == real
+            assert attached["lazy"] > 0
+        if "lazy" in attached:
+            assert attached["buffers"] == (2 if training.CASES[name].get("micro_steps", 1) > 1 else 1)
+
+
+def test_the_cases_happen(trained):
+    def values(name, what):
+        return [value for each, value in trained[name][0][0]["seen"] if each == what]
+
+    for name in ("fp16, overflows", "unused layers, micro-steps, fp16, overflows"):
+        assert 0 < values(name, "skipped")[0] < 12
+    losses = values("bf16", "loss")
+    assert losses[0] > losses[-1] > 0
+    assert not torch.equal(values("bf16", "weight")[0], values("bf16, no clipping", "weight")[0])

@@ -1,0 +1,303 @@
+"""Real ZeRO-3 with CPU Adam on several ranks, by DeepSpeed alone and with gradients that go to the host once.
+
+Usage: ``training.py OUT``, on ranks as ``launching.FORKED_RANKS`` starts them. Writes, for each case, what was seen on
+the way, with and without: losses, gradients that were asked for, weights and moments at the end. Real elements only:
+the padding of a master is uninitialised memory in DeepSpeed.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import deepspeed
+import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+from accelerators.simulated import SimulatedAccelerator
+from tests.zero3 import cpu_adam_build
+from transfer import build_transfer, zero3
+from transfer.zero3 import tiles
+from transfer.zero3.attachments import attachments
+
+#: Masters here are small: let them be updated in tiles all the same.
+tiles.TILE_ELEMENTS = tiles.ALIGNMENT_ELEMENTS = 1024
+DIRECT = {"strategy": "pinned_direct", "fallback": False}
+WIDTH, LAYERS, STEPS = 47, 4, 6
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+class Model(torch.nn.Module):
+    """Layers that are used or not.
+
+    The last parameter has one element, so that all ranks but one have no part of it. DeepSpeed sets gradients only of
+    parameters that are divisible by the ranks, as ``shift`` and ``gain`` are.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+        self.shift, self.gain = (torch.nn.Parameter(torch.ones(2, WIDTH)) for _ in range(2))
+        self.scale = torch.nn.Parameter(torch.ones(1))
+
+    def forward(self, values, used):
+        for index in used:
+            values = torch.relu(self.layers[index](values)) + values
+        return (values + self.shift) * self.gain * self.scale
+
+
+class Run:
+    """One training of a case; see ``CASES``."""
+
+    def __init__(self, case, attached, seed):
+        self.case, self.attached, self.seen = case, attached, []
+        self.rank = int(os.environ["RANK"])
+        self.simulated = SimulatedAccelerator(seed=seed, eager=bool(seed % 2))
+        deepspeed.accelerator.set_accelerator(self.simulated.as_deepspeed())
+        deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
+        torch.manual_seed(1)
+        self.model = Model()
+        for index in case.get("frozen", ()):
+            self.model.layers[index].requires_grad_(False)
+        self.parameters = [each for each in self.model.parameters() if each.requires_grad]
+        groups = [{"params": self.parameters}]
+        if case.get("groups"):
+            weights = [each for each in self.parameters if each.dim() == 2]
+            others = [each for each in self.parameters if each.dim() != 2]
+            groups = [{"params": weights}, {"params": others, "lr": 3e-3, "weight_decay": 0.0}]
+        optimizer = DeepSpeedCPUAdam(groups, lr=1e-2, weight_decay=0.1)
+        self.engine = deepspeed.initialize(model=self.model, optimizer=optimizer, config=self.config())[0]
+        self.zero = self.engine.optimizer
+        for partition in self.zero.fp16_partitioned_groups_flat:
+            if partition is not None and not case.get("on_host"):
+                self.simulated.adopt(partition)
+        if attached and not case.get("attach_at"):
+            self.attach()
+
+    def config(self):
+        case = self.case
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": case.get("micro_steps", 1),
+            "gradient_clipping": case.get("clip", 0.01),
+            "zero_optimization": {
+                "stage": 3,
+                "sub_group_size": case.get("sub_group", 4000),
+                "stage3_param_persistence_threshold": 0,
+                "offload_optimizer": {"device": "cpu", "pin_memory": case.get("pin", True)},
+                **case.get("zero", {}),
+            },
+        }
+        dtype = case.get("dtype", "bf16")
+        if dtype == "fp16":
+            static = {"loss_scale": 1024}
+            config["fp16"] = {"enabled": True, **case.get("fp16", static)}
+        elif dtype == "bf16":
+            config["bf16"] = {"enabled": True}
+        config.update(case.get("deepspeed", {}))
+        return config
+
+    def attach(self):
+        zero3.attach(self.engine, build_transfer(self.case.get("transfer", DIRECT), self.simulated))
+
+    @property
+    def gradients(self):
+        attachment = attachments.get(self.zero)
+        return None if attachment is None else attachment.gradients
+
+    def train(self):
+        case, generator = self.case, torch.Generator().manual_seed(5 + self.rank)
+        micro_steps, managed = case.get("micro_steps", 1), case.get("managed", True)
+        for step in range(case.get("steps", STEPS)):
+            for micro_step in range(micro_steps):
+                used = case.get("used", lambda *_: range(LAYERS))(step, micro_step)
+                batch = torch.randn(2, WIDTH, generator=generator).to(DTYPES[case.get("dtype", "bf16")])
+                loss = self.engine(batch, used).float().pow(2).mean()
+                self.engine.backward(loss)
+                self.see("loss", loss)
+                self.do("backward", step, micro_step)
+                if managed or micro_step == micro_steps - 1:
+                    self.engine.step()
+            self.do("step", step, 0)
+        return self.end()
+
+    def do(self, *moment):
+        if self.attached and self.case.get("attach_at") == moment:
+            self.attach()
+        for action in self.case.get("do", {}).get(moment[0], ()):
+            action(self, *moment[1:])
+
+    def see(self, name, *values):
+        self.seen += [(name, None if value is None else value.detach().cpu().clone()) for value in values]
+
+    def end(self):
+        get = deepspeed.utils
+        for parameter in self.parameters:
+            self.see("weight", get.safe_get_full_fp32_param(parameter))
+            self.see("moments", *(get.safe_get_full_optimizer_state(parameter, k) for k in ("exp_avg", "exp_avg_sq")))
+        self.see("skipped", torch.tensor(self.engine.skipped_steps))
+        with deepspeed.zero.GatheredParameters(list(self.model.parameters())):
+            self.see("parameter", *self.model.parameters())
+        gradients, result = self.gradients, {"seen": self.seen}
+        if gradients is not None:
+            real = [taken.memory is not None for taken in gradients._masters.values()]
+            result |= {"real": sum(real), "lazy": len(real) - sum(real), "buffers": len(gradients._buffers)}
+        self.engine.destroy()
+        return result
+
+
+def look(run, *_):
+    """Everything that DeepSpeed tells of gradients."""
+    for parameter in run.parameters:
+        run.see("full", deepspeed.utils.safe_get_full_grad(parameter))
+        run.see("local", deepspeed.utils.safe_get_local_grad(parameter))
+
+
+def at(step, action):
+    """``action`` after the last micro-step of one step."""
+
+    def act(run, now, micro_step):
+        if now == step and micro_step == run.case.get("micro_steps", 1) - 1:
+            action(run)
+
+    return act
+
+
+def set_full(run):
+    parameter = run.model.shift
+    deepspeed.utils.safe_set_full_grad(parameter, torch.linspace(-1, 1, parameter.ds_numel).view(parameter.ds_shape))
+
+
+def set_local(run):
+    parameter = run.parameters[0]
+    deepspeed.utils.safe_set_local_grad(parameter, torch.linspace(-1, 1, parameter.ds_tensor.numel()))
+
+
+def update_vectorized(run):
+    update = getattr(run.zero, "update_fp32_grad_for_param_vectorized", None)
+    if update is not None:
+        update(lambda gradient, _: gradient * 0.5 + 0.25, [run.model.shift, run.model.gain])
+
+
+def step_again(run):
+    """A step without a backward: DeepSpeed applies the old gradients, times all factors since."""
+    run.zero.step()
+
+
+def read_directly(run):
+    """What a user's code may do with the gradients of masters, which is nothing that DeepSpeed has a name for."""
+    master = run.zero.fp32_partitioned_groups_flat[0]
+    run.see("norm", master.grad.norm(), torch.isnan(master.grad).any(), master.grad[3:7] + 1)
+
+
+def write_directly(run):
+    master = run.zero.fp32_partitioned_groups_flat[0]
+    master.grad[2:5].add_(1)
+    master.grad.view(-1, 1)[7] = 3.0
+
+
+def see_in_hook(run):
+    def look_at(optimizer, *_):
+        run.see("hook", *(each.grad.sum() for group in optimizer.param_groups for each in group["params"]))
+
+    run.zero.optimizer.register_step_pre_hook(look_at)
+
+
+def reattach(run):
+    if run.attached:
+        zero3.attach(run.engine, build_transfer({"strategy": "pinned_staged", "fallback": False}, run.simulated))
+
+
+def detach(run):
+    if run.attached:
+        zero3.detach(run.engine)
+
+
+def save_and_load(run):
+    path = Path(os.environ["CHECKPOINTS"], f"{run.case['name']}-{run.attached}")
+    run.engine.save_checkpoint(str(path))
+    run.engine.load_checkpoint(str(path))
+
+
+def odd_windows(step, _):
+    """Two layers are used in every other window only."""
+    return (0, 2) if step % 2 else range(LAYERS)
+
+
+def not_at_the_boundary(step, micro_step):
+    """In every third window, two layers are reduced before the last micro-step and not in it, one only then."""
+    if step % 3 == 1:
+        return (0, 1, 2) if micro_step == 0 else (0, 3)
+    return odd_windows(step, micro_step)
+
+
+OVERFLOWS = {"initial_scale_power": 20, "hysteresis": 1, "loss_scale_window": 3}
+#: Of each: how it trains, and how many sub-groups have a real gradient at its end: "all", or None without any of ours.
+CASES: dict[str, dict] = {
+    "bf16": {},
+    "bf16, clipping does not act": {"clip": 1e6},
+    "bf16, no clipping": {"clip": 0.0},
+    "fp16": {"dtype": "fp16"},
+    "fp16, overflows": {"dtype": "fp16", "fp16": OVERFLOWS, "steps": 12},
+    "fp32": {"dtype": "fp32"},
+    "fp32 accumulation": {"deepspeed": {"data_types": {"grad_accum_dtype": "fp32"}}, "micro_steps": 2},
+    "not pinned": {"pin": False, "micro_steps": 2},
+    "one sub-group": {"sub_group": 10**9},
+    "groups": {"groups": True},
+    "frozen": {"frozen": [1]},
+    "no reduce-scatter": {"zero": {"reduce_scatter": False}, "micro_steps": 2},
+    "four micro-steps": {"micro_steps": 4},
+    "unused layers": {"used": odd_windows, "steps": 24, "do": {"backward": [look], "step": [look]}},
+    "unused layers, fp16": {"used": odd_windows, "dtype": "fp16"},
+    "unused layers, micro-steps": {
+        "used": not_at_the_boundary,
+        "micro_steps": 3,
+        "do": {"backward": [look], "step": [look]},
+    },
+    "unused layers, micro-steps, fp16, overflows": {
+        "used": not_at_the_boundary,
+        "micro_steps": 3,
+        "dtype": "fp16",
+        "fp16": OVERFLOWS,
+        "steps": 12,
+    },
+    "the caller accumulates": {
+        "used": not_at_the_boundary,
+        "micro_steps": 3,
+        "managed": False,
+        "do": {"backward": [look], "step": [look]},
+    },
+    "steps without backward": {"do": {"step": [at(0, step_again), at(1, step_again), look]}, "micro_steps": 1},
+    "set": {"do": {"backward": [at(1, set_full), at(2, set_local), at(3, update_vectorized), look], "step": [look]}},
+    "set, micro-steps": {"do": {"backward": [at(1, set_full), look], "step": [look]}, "micro_steps": 2},
+    "read directly": {"do": {"backward": [at(1, read_directly)], "step": [at(2, read_directly)]}},
+    "written directly": {"do": {"backward": [at(1, write_directly), look]}, "real": 1},
+    "hook": {"do": {"backward": [at(1, see_in_hook)]}, "real": "all"},
+    "attached between backward and step": {"attach_at": ("backward", 2, 0), "do": {"step": [look]}},
+    "attached after a step": {"attach_at": ("step", 2, 0), "used": odd_windows, "do": {"step": [look]}},
+    "attached again": {"do": {"backward": [at(2, reattach), look]}},
+    "detached": {"do": {"backward": [at(2, detach), look]}, "micro_steps": 2, "real": None},
+    "checkpoint": {"do": {"backward": [at(2, save_and_load)], "step": [at(3, save_and_load)]}},
+    "waits at once": {"transfer": {**DIRECT, "completion": "immediate"}, "real": None},
+    "offloaded parameters": {"zero": {"offload_param": {"device": "cpu", "pin_memory": True}}, "on_host": True},
+}
+
+
+def main():
+    out, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+    cpu_adam_build.ask_the_cpu_once()
+    for number, (name, case) in enumerate(CASES.items()):
+        case["name"] = name.replace(" ", "_")
+        results = []
+        for attached in (False, True):
+            run = Run(case, attached, seed=number)
+            if number == 0 and not attached:
+                deepspeed.init_distributed()
+            results.append(run.train())
+        torch.save(results, out / f"{name}-{rank}.pt")
+    torch.distributed.barrier()
+    sys.stderr.flush()
+    os._exit(0)  # gloo's threads sometimes abort the process at its end, with or without this project
+
+
+if __name__ == "__main__":
+    main()

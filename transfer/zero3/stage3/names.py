@@ -1,0 +1,55 @@
+"""DeepSpeed's private names.
+
+They were read in 0.16.0, 0.17.6, 0.18.9, 0.19.3, 0.19.6 and 0.19.8.
+"""
+
+from packaging.version import Version
+
+#: The methods that are replaced, in the order of a step.
+STEP = "step"
+UPDATE = "_optimizer_step"
+COPY_BACK = "_reassign_or_swap_out_partitioned_parameters"
+RELEASE = "_release_sub_group"
+POST_STEP = "_post_step"
+#: The others that are replaced: after a checkpoint was loaded, at the end, and of the engine when it is made.
+RESET = "reset_swap_buffers"
+DESTROY = "destroy"
+CONFIGURE = "_configure_zero_optimizer"
+#: Those that handle gradients: each reduction in backward, the last one where the caller does not manage accumulation,
+#: and the check for overflow.
+PARTITION_GRADS = "partition_grads"
+FINALIZE = "_finalize_offload_gradient_accumulation"
+HAS_OVERFLOW = "has_overflow"
+
+#: The methods that a step's patches rely on: those that are replaced, and those that run in between.
+REPLACED = (STEP, UPDATE, COPY_BACK, RELEASE, POST_STEP)
+SITES = (*REPLACED, "_prepare_sub_group", "unscale_and_clip_grads")
+FLAT = ("fp16_partitioned_groups_flat", "fp32_partitioned_groups_flat")
+#: The first and the last version whose step was read.
+READ = (Version("0.16.0"), Version("0.19.8"))
+
+_ALL, _SINCE_0_17, _SINCE_0_18 = ("0.16.0", "0.19.8"), ("0.17.6", "0.19.8"), ("0.18.9", "0.19.8")
+#: Each private name, with the first and the last version in which it was read.
+NAMES = {
+    # ZeRO-3's optimizer; the copy-back has the same body in all of these, and SuperOffload has its own
+    **dict.fromkeys(("DeepSpeedZeroOptimizer_Stage3", UPDATE, COPY_BACK, RELEASE, POST_STEP, RESET), _ALL),
+    **dict.fromkeys(("_prepare_sub_group", "unscale_and_clip_grads", "_unflatten_partitioned_parameters"), _ALL),
+    **dict.fromkeys(("fp16_partitioned_groups_flat", "fp32_partitioned_groups_flat"), _ALL),
+    **dict.fromkeys(("swap_optimizer", "_swappable_optimizer_subgroup"), _ALL),
+    "zenflow": _SINCE_0_17,
+    **dict.fromkeys(("SuperOffloadOptimizer_Stage3", "superoffload_cpu_optimizer"), _SINCE_0_18),
+    # Its gradients; the bodies of these have the same order of work in all of these
+    **dict.fromkeys((PARTITION_GRADS, HAS_OVERFLOW, "grad_partitions_flat_buffer", "micro_step_id"), _ALL),
+    **dict.fromkeys(("__param_id_to_grad_partition", "grad_position", "get_param_id", "fp16_groups"), _ALL),
+    **dict.fromkeys(("offload_optimizer_pin_memory", "torch_autocast_gradscaler"), _ALL),
+    FINALIZE: ("0.19.6", "0.19.8"),
+    # Its swapper
+    **dict.fromkeys(("optimizer_swapper", "swap_buffer_manager", "all_buffers", "used_buffer_index"), _ALL),
+    **dict.fromkeys(("swap_params_info", "release_unswapped_gradients", "ds_id"), _ALL),
+    "swap_paths": ("0.16.0", "0.16.0"),  # the master's is the first
+    "swap_path": _SINCE_0_17,  # of each of an info's ``tensors``
+    # CPU Adam
+    **dict.fromkeys(("DeepSpeedCPUAdam", "ds_opt_adam", "adam_update"), _ALL),
+    # The engine
+    **dict.fromkeys(("DeepSpeedEngine", CONFIGURE, "_param_dict"), _ALL),
+}

@@ -1,0 +1,85 @@
+"""Which DeepSpeed this is, and what of it has moved."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from packaging.version import InvalidVersion, Version
+
+from .names import COPY_BACK, FLAT, READ, REPLACED, SITES
+
+
+def optimizer_classes() -> list[type]:
+    """DeepSpeed's classes that define a copy-back."""
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+    classes: list[type] = [DeepSpeedZeroOptimizer_Stage3]
+    with contextlib.suppress(ImportError):  # before 0.18
+        from deepspeed.runtime.superoffload.superoffload_stage3 import SuperOffloadOptimizer_Stage3
+
+        classes.append(SuperOffloadOptimizer_Stage3)
+    return classes
+
+
+def engine_class() -> type:
+    """DeepSpeed's engine, which makes the optimizer."""
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    return DeepSpeedEngine  # type: ignore[no-any-return]
+
+
+def is_zero3(thing: Any) -> bool:
+    """Whether this is a ZeRO-3 optimizer, also one that has ``moved`` something."""
+    return hasattr(thing, COPY_BACK) or all(hasattr(thing, name) for name in FLAT)
+
+
+def deepspeed_config(engine: Any) -> Mapping[str, Any]:
+    """The DeepSpeed config that an engine was made with; empty where it is not known."""
+    config = getattr(getattr(engine, "_config", None), "_param_dict", None)
+    return config if isinstance(config, Mapping) else {}
+
+
+def zero_config(engine: Any) -> Any:
+    """The section ``zero_optimization`` as DeepSpeed has read and checked it, or None where it is not known."""
+    return getattr(getattr(engine, "_config", None), "zero_config", None)
+
+
+def deepspeed_version() -> Version:
+    """The version of DeepSpeed; 0 for one that is no version."""
+    import deepspeed
+
+    return _version(deepspeed.__version__)
+
+
+@functools.cache
+def _version(text: str) -> Version:
+    try:
+        return Version(text)
+    except InvalidVersion:
+        return Version("0")
+
+
+def unread_version() -> str | None:
+    """That the step of this version of DeepSpeed was not read, or None if it was."""
+    version, (first, last) = deepspeed_version(), READ
+    if first.release <= version.release <= last.release:
+        return None
+    return f"the step of DeepSpeed {version} was not read, those of {first} to {last} were"
+
+
+def moved(thing: Any) -> tuple[list[str], bool]:
+    """What the patches rely on and a ZeRO-3 optimizer, or a class of them, lacks; and whether copy-backs can be served.
+
+    DeepSpeed's own classes need all of it. Others may have no step, and may wait in each copy-back.
+    """
+    cls = thing if isinstance(thing, type) else type(thing)
+    needed: tuple[str, ...] = SITES if issubclass(cls, tuple(optimizer_classes())) else REPLACED
+    sites = [name for name in needed if not callable(getattr(thing, name, None))]
+    attributes = ("_unflatten_partitioned_parameters", *(() if thing is cls else FLAT))
+    others = [name for name in (COPY_BACK, *attributes) if not hasattr(thing, name)]
+    if len(sites) == len(needed) - 1 and not others:
+        return [], True
+    return list(dict.fromkeys(sites + others)), not others and (needed is not SITES or not sites)
