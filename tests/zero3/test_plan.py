@@ -232,3 +232,27 @@ def test_a_master_that_moves_after_it_was_asked_for_is_deepspeeds(simulated, til
     tiled.optimizer.ds_opt_adam.at[updates] = move
     tiled.step()
     assert tiled.calls == [("unflatten", 0), ("deepspeed", 1), ("unflatten", 2), "post"]
+
+
+def test_partitions_on_the_host_are_copied_tile_by_tile_too(simulated, tiled):
+    """As with `offload_param`: the values are in the caches then."""
+    tiled.offload_param = True
+    tiled.fp16_partitioned_groups_flat = [torch.full((8,), -1.0, dtype=torch.bfloat16) for _ in range(3)]
+    transfer = build_transfer(DIRECT | {"fallback": True}, simulated)
+    zero3.attach(tiled, transfer)
+    tiled.step()
+    assert tiled.calls == [("unflatten", 0), ("unflatten", 1), ("unflatten", 2), "post"]
+    assert tiled.seen_at_update == [[BEFORE] * 3, [after(0), BEFORE, BEFORE], [after(0), after(1), BEFORE]]
+    assert tiled.values() == RIGHT
+    assert simulated.pinned_bytes == 0, "the device reads none of it"
+
+
+def test_a_master_that_is_rebound_between_tiles_is_copied_whole(simulated, tiled):
+    zero3.attach(tiled, build_transfer({**DIRECT, "fallback": True}, simulated))
+
+    def rebind():
+        tiled.fp32_partitioned_groups_flat[1] = torch.full((8,), 40.0)
+
+    tiled.optimizer.ds_opt_adam.at[4] = rebind
+    tiled.step()
+    assert tiled.values() == [after(0), [40.0] * 8, after(2)]

@@ -80,7 +80,7 @@ class Attachments:
         if stage3.keeps_masters_in_memory and not any(pairs):
             logger.warning(
                 "none of the %d sub-groups of this ZeRO-3 engine has its master partition on the host and its "
-                "low-precision partition on the device: while that is so, DeepSpeed's own copy-back stays in use",
+                "low-precision partition on the device: while that is so, no copy-back goes to the device",
                 len(pairs),
             )
         with self.lock:

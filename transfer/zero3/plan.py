@@ -27,7 +27,6 @@ class StepPlan:
         waits_because: Why each copy-back of this step waits, as far as was known at its start; None where they do not.
         swapped: The sub-groups whose state is on NVMe.
         in_tiles: Whether the optimizer on the host updates in tiles.
-        tiled: The sub-group whose copy-back was submitted while it was updated, or None.
 
     Raises:
         AcceleratorFailedError: The transfer's accelerator is unknown or not available here.
@@ -39,7 +38,7 @@ class StepPlan:
         self.waits_because = why_wait(stage3, deferred=deferred)
         self.swapped = stage3.swapped()
         self.in_tiles = self.waits_because is None and updates_in_parts(stage3.cpu_optimizer)
-        self.tiled: int | None = None
+        self._tiled: tuple[int, Any] | None = None  # what was copied in tiles, and from where to where
 
     def partitions(self, sub_group_id: int) -> tuple[Any, Any] | None:
         """The low-precision and the master partition of a copy from host to device; None: DeepSpeed's own code runs."""
@@ -48,11 +47,28 @@ class StepPlan:
             return None
         destination, master = pair
         # A swapped master is in memory only for its update, and other code may move any master.
-        place = (destination.device, destination.data_ptr(), master.device, master.data_ptr())
+        place = _place(destination, master)
         known = self._answers.get(sub_group_id)
         if known is None or known[0] != place:
             known = self._answers[sub_group_id] = (place, self._transfer.is_host_to_device(destination, master))
         return pair if known[1] else None
+
+    def tile(self, sub_group_id: int, partitions: tuple[Any, Any]) -> None:
+        """Notes that tiles of a sub-group's copy-back were submitted while it was updated."""
+        self._tiled = (sub_group_id, _place(*partitions))
+
+    def take_tiled(self, sub_group_id: int) -> bool:
+        """Whether all of this sub-group was copied in tiles, and nothing has moved since. False when asked again."""
+        tiled, self._tiled = self._tiled, None
+        partitions = self.tile_partitions(sub_group_id) if tiled is not None and tiled[0] == sub_group_id else None
+        return tiled is not None and partitions is not None and tiled[1] == _place(*partitions)
+
+    def tile_partitions(self, sub_group_id: int) -> tuple[Any, Any] | None:
+        """As ``partitions``, and where both are on the host: a tile is copied while it is in the caches."""
+        pair = self._stage3.plain_partitions(sub_group_id)
+        if pair is None or all(map(self._transfer.accelerator.on_host, pair)):
+            return None if pair is None or sub_group_id in self.swapped else pair
+        return self.partitions(sub_group_id)
 
     def defers(self) -> bool:
         """Whether the copies of this step may still run on to its end: ``why_wait``, asked again.
@@ -62,6 +78,10 @@ class StepPlan:
         if self.waits_because is None:
             self.waits_because = why_wait(self._stage3, deferred=True)
         return self.waits_because is None
+
+
+def _place(destination: Any, master: Any) -> tuple[Any, int, Any, int]:
+    return destination.device, destination.data_ptr(), master.device, master.data_ptr()
 
 
 def why_wait(stage3: Stage3, *, deferred: bool) -> str | None:

@@ -48,18 +48,18 @@ def update(original: Callable[..., Any]) -> Callable[..., Any]:
         if plan is None or not plan.in_tiles or not plan.defers():
             attachment.hold_gradient(sub_group_id)
             return original(optimizer, sub_group_id, *args)
-        pair = plan.partitions(sub_group_id)
+        pair = plan.tile_partitions(sub_group_id)
         if pair is None and not attachment.has_lazy_gradient(view, sub_group_id):
             return original(optimizer, sub_group_id, *args)
 
         def submit(offset: int, length: int) -> None:
             if pair is not None and attachments.get(optimizer) is attachment:  # else another one was attached meanwhile
-                plan.tiled = sub_group_id
+                plan.tile(sub_group_id, pair)
                 destination, source = (each.narrow(0, offset, length) for each in pair)
                 attachment.submit(sub_group_id, destination, source, offset)
 
-        if pair is not None:
-            attachment.prepare(view, sub_group_id, pair[1])
+        if plan.partitions(sub_group_id) is not None:
+            attachment.prepare(view, sub_group_id, view.master(sub_group_id).data)
         with attachment.updating(view, sub_group_id, submit):
             return original(optimizer, sub_group_id, *args)
 
@@ -73,20 +73,22 @@ def copy_back(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(optimizer, sub_group_id)
         view, plan = Stage3(optimizer), attachment.plan
         pair = attachment.partitions(view, sub_group_id)
-        summary.of(attachment).copy_back(view, sub_group_id, served=pair is not None)
+        defers = plan is not None and plan.defers()
+        in_tiles = plan is not None and plan.take_tiled(sub_group_id) and defers
+        summary.of(attachment).copy_back(view, sub_group_id, served=in_tiles or pair is not None)
+        if in_tiles:
+            view.unflatten(sub_group_id)
+            return None
         if pair is None:
             return original(optimizer, sub_group_id)
         attachment.prepare(view, sub_group_id, pair[1])
-        if plan is None:  # outside of a step, as when a checkpoint is loaded
-            attachment.copy(sub_group_id, *pair)
-        elif not plan.defers():
-            attachment.finish()  # tiles of this master, and everything that other code might see
+        if defers:
+            attachment.submit(sub_group_id, *pair)
+        else:
+            if plan is not None:
+                attachment.finish()  # tiles of this master, and everything that other code might see
             # `copy` waits: the next forward's all-gathers run on a stream that does not wait for this one.
             attachment.copy(sub_group_id, *pair)
-        elif plan.tiled != sub_group_id:
-            attachment.submit(sub_group_id, *pair)
-        if plan is not None:
-            plan.tiled = None
         view.unflatten(sub_group_id)
         return None
 

@@ -71,11 +71,18 @@ class Stage3:
             None where the copy-back is not a copy from one to the other on the device: the low-precision partition is
             offloaded (``offload_states``, ``offload_param``), is the master itself (autocast), or no plain memory.
         """
-        optimizer = self.optimizer
-        flat = optimizer.fp16_partitioned_groups_flat
-        if sub_group_id >= len(flat) or flat[sub_group_id] is None or getattr(optimizer, "offload_param", False):
+        return None if getattr(self.optimizer, "offload_param", False) else self.plain_partitions(sub_group_id)
+
+    def plain_partitions(self, sub_group_id: int) -> tuple[Any, Any] | None:
+        """The low-precision and the master partition, both flat, wherever they are.
+
+        Returns:
+            None where either is in a file, is no plain memory, or both are the same.
+        """
+        flat = self.optimizer.fp16_partitioned_groups_flat
+        if sub_group_id >= len(flat) or flat[sub_group_id] is None:
             return None
-        destination, master = flat[sub_group_id].data, optimizer.fp32_partitioned_groups_flat[sub_group_id].data
+        destination, master = flat[sub_group_id].data, self.optimizer.fp32_partitioned_groups_flat[sub_group_id].data
         plain = memory_problem(destination) is None is memory_problem(master)
         is_master = plain and destination.numel() and destination.data_ptr() == master.data_ptr()
         return None if is_master or not plain else (destination, master)
