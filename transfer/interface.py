@@ -228,22 +228,23 @@ class HostToDeviceTransfer(ABC):
         if isinstance(source, Tensor):
             source = source.detach()
         elif not self.reads_swapped:
-            raise NotATensorError(
-                f"{type(self).__name__} copies tensors: {source} is read by `nvme_swapped`, by what build_transfer "
-                "returns, or by transfer.nvme.swap_in"
-            )
+            others = "`nvme_swapped`, by what build_transfer returns, or by transfer.nvme.swap_in"
+            raise NotATensorError(f"{type(self).__name__} copies tensors: {source} is read by {others}")
         accelerator = self.accelerator
         check_capture(accelerator, destination.device.index)
         # One frame for submit and wait: between two of them, Ctrl-C would leave a copy in flight.
+        records = torch.is_grad_enabled()
         try:
-            with torch.no_grad():
-                copy = self._run(accelerator, destination.detach(), source, waits)
+            torch._C._set_grad_enabled(False)  # what `no_grad` does, for a tenth of its time
+            copy = self._run(accelerator, destination.detach(), source, waits)
             if waits:
                 copy.wait()
             return copy
         except BaseException as error:
             drain_after(error, accelerator, destination)
             raise
+        finally:
+            torch._C._set_grad_enabled(records)
 
     def _run(self, accelerator: Accelerator, destination: Tensor, source: Any, waits: bool) -> InFlightCopy:
         """Makes one copy: a plain one within the host or the device, else the strategy's own, if it can make it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +32,8 @@ def validate(destination: Tensor, source: Tensor | SwappedTensor) -> bool:
         UnsupportedDtypeError: The dtypes differ and are not both real floating point, or torch has
             no copy between them.
     """
+    if _is_plain(destination, source):
+        return True
     for role, tensor, allowed, also in (
         ("destination", destination, Tensor, ""),
         ("source", source, (Tensor, SwappedTensor), " or a transfer.nvme.SwappedTensor"),
@@ -45,6 +48,34 @@ def validate(destination: Tensor, source: Tensor | SwappedTensor) -> bool:
     except (RuntimeError, ValueError, AssertionError) as error:
         # Tensors that raise when asked about their memory: uninitialised, fake, inside vmap, ...
         raise _invalid(f"a side has no memory of its own to copy: {error}", destination, source) from error
+
+
+def _is_plain(destination: Any, source: Any) -> bool:
+    """Whether this is the common case: two contiguous, plain tensors apart from each other. A few microseconds."""
+    try:
+        if not (type(destination) is type(source) is Tensor and destination.shape == source.shape):
+            return False
+        begins = []
+        for tensor in (destination, source):
+            address, size = tensor.data_ptr(), tensor.nbytes
+            storage = tensor.untyped_storage()
+            if (
+                not address
+                or not size
+                or tensor.layout is not torch.strided
+                or not tensor.is_contiguous()
+                or address + size > storage.data_ptr() + storage.nbytes()
+                or tensor.is_nested
+                or tensor.is_quantized
+                or tensor.is_inference()
+            ):
+                return False
+            begins.append((address, address + size))
+    except (RuntimeError, NotImplementedError):  # such tensors have no memory, or no strides
+        return False
+    (begin, end), (other_begin, other_end) = begins
+    apart = end <= other_begin or other_end <= begin or destination.device != source.device
+    return apart and _torch_copies(destination.dtype, source.dtype)
 
 
 def _validate(destination: Tensor, source: Tensor | SwappedTensor) -> bool:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -101,11 +99,10 @@ class ScratchRing:
                     return error
         return None
 
-    @contextmanager
-    def session(self) -> Iterator[None]:
-        """The block in which one copy is queued, after what is queued on the caller's current stream.
+    def begin(self) -> None:
+        """Begins one copy, after what is queued on the caller's current stream; ``finish`` ends it.
 
-        After an exception, the next block waits for what is queued.
+        A copy that was begun and not ended is waited for by the next one, as nothing tells how far it came.
         """
         self.settle()
         self._unsettled = True
@@ -117,8 +114,6 @@ class ScratchRing:
         for slot in self._slots:
             slot.stream.wait_event(queued_before)
             slot.event = None
-        yield
-        self._unsettled = False
 
     def send(self, target: Tensor, values: Tensor) -> Any:
         """Queues one chunk on the next slot; does not block. The caller keeps both alive until the copy has ended.
@@ -149,7 +144,7 @@ class ScratchRing:
         return event
 
     def finish(self, destination: Tensor, reads: Any = None) -> EventCopy:
-        """What the block has sent, as one copy.
+        """What was sent since ``begin``, as one copy.
 
         Args:
             destination: All of it, which lives as long as the copy.
@@ -159,6 +154,7 @@ class ScratchRing:
         events = [slot.event for slot in self._slots if slot.event is not None]
         copy = EventCopy(events, destination, reads, self._counters, self._accelerator)
         self._in_flight.append(copy)
+        self._unsettled = False
         return copy
 
     def settle(self, wait: bool = False) -> None:

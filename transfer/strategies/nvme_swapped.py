@@ -168,7 +168,8 @@ class NvmeSwappedTransfer(BufferedTransfer):
         def deliver(first: int, values: Tensor, buffer: StagingBuffer) -> None:
             buffer.guard(*[scratch.send(*pair) for pair in pairs_from(destination, first, values)])
 
-        with ring.session(), scratch.session():
+        with ring.session():
+            scratch.begin()
             self._read(source, ring.acquire, deliver, direct=ring.is_aligned(ALIGNMENT_BYTES))
             return scratch.finish(destination)
 

@@ -185,11 +185,11 @@ class PinnedDirectTransfer(BufferedTransfer):
             chunks = list(paired_chunks(destination, source, self.config.chunk_elements))
             if destination.dtype != source.dtype or not destination.is_contiguous():
                 self._allocate(ring, source.dtype)
-        with ring.session():
-            for target, values in chunks:
-                ring.send(target, values)
-            # The source as the device addresses it lives as long as the copy too.
-            return ring.finish(destination, (source, chunks))
+        ring.begin()
+        for target, values in chunks:
+            ring.send(target, values)
+        # The source as the device addresses it lives as long as the copy too.
+        return ring.finish(destination, (source, chunks))
 
     def _locks(self) -> OwnedLocks:
         return self._held.get("page locks", functools.partial(OwnedLocks, functools.partial(_settle, self._held)))

@@ -117,14 +117,14 @@ def test_two_submits_share_the_scratch_safely(chunk):
 @pytest.mark.parametrize("chunk", [1, 3, 5, 9])  # two chunks and more, so that both copies use both slots
 def test_the_simulated_accelerator_notices_scratch_that_is_guarded_per_submit(monkeypatch, chunk):
     """That the test before can fail: slots whose buffers outlive the stream that orders them."""
-    session = ScratchRing.session
+    begin = ScratchRing.begin
 
     def careless(ring):
         for slot in ring._slots:
             slot.stream = ring._accelerator.Stream()
-        return session(ring)
+        return begin(ring)
 
-    monkeypatch.setattr(ScratchRing, "session", careless)
+    monkeypatch.setattr(ScratchRing, "begin", careless)
     expected = [list(range(10)), [100 + index for index in range(10)]]
     assert all(two_back_to_back(seed, chunk) != expected for seed in range(20))
 
