@@ -27,7 +27,7 @@ from .profiling import named_range
 from .schema.model import StrategyConfig, strategy_config
 from .stats import Counters, StrategyStats
 from .tensor_memory import check_kind, check_memory, goes_to_device, pair_problem
-from .validation import validate
+from .validation import validate, with_plain_signs
 
 
 class HostToDeviceTransfer(ABC):
@@ -226,7 +226,7 @@ class HostToDeviceTransfer(ABC):
         if not validate(destination, source):
             return FINISHED
         if isinstance(source, Tensor):
-            source = source.detach()
+            destination, source = with_plain_signs(destination.detach(), source.detach())
         elif not self.reads_swapped:
             others = "`nvme_swapped`, by what build_transfer returns, or by transfer.nvme.swap_in"
             raise NotATensorError(f"{type(self).__name__} copies tensors: {source} is read by {others}")

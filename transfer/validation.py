@@ -50,6 +50,17 @@ def validate(destination: Tensor, source: Tensor | SwappedTensor) -> bool:
         raise _invalid(f"a side has no memory of its own to copy: {error}", destination, source) from error
 
 
+def with_plain_signs(destination: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
+    """The same copy between tensors whose memory has the values with their signs.
+
+    On the host, torch drops the sign of a contiguous negative view that it casts between fp32 and fp16, on either side.
+    Such views are rare: imaginary parts of conjugates. The source's values are made anew then.
+    """
+    if destination.is_neg():
+        destination, source = torch._neg_view(destination), source.neg()
+    return destination, source.resolve_neg() if source.is_neg() else source
+
+
 def _is_plain(destination: Any, source: Any) -> bool:
     """Whether this is the common case: two contiguous, plain tensors apart from each other. A few microseconds."""
     try:
@@ -97,6 +108,8 @@ def _validate(destination: Tensor, source: Tensor | SwappedTensor) -> bool:
     if overlaps_itself(destination):
         raise _invalid("elements of the destination share memory", destination, source)
     if not isinstance(source, Tensor):  # in a file, where nothing overlaps
+        if destination.is_neg():
+            raise _invalid("the destination is a negative view, which takes no values of a file", destination, source)
         return True
     if _is_same_view(destination, source):
         return False

@@ -132,8 +132,7 @@ class StagingRing:
         buffer = self.acquire()
         started = time.perf_counter()
         staged = buffer.memory.narrow(0, 0, values.numel()).view(values.shape)
-        # torch's own cast drops the negative bit of a contiguous view of one element (fp32 to fp16), as a chunk may be.
-        staged.copy_(values.resolve_neg())
+        staged.copy_(values)
         self._counters.add(pieces=1, cast_seconds=time.perf_counter() - started)
         self._accelerator.enqueue_copy(target, staged)
         event = self._accelerator.Event()  # type: ignore[misc]  # not None: has events

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 from accelerators import Accelerator
 from accelerators.testing import check_values
 
+from ..errors import StrategyUnavailableError
 from ..interface import HostToDeviceTransfer
 from ._hooks import (
     Hooks,
@@ -113,6 +115,21 @@ class SameBits(Hooks):
         kinds = itertools.cycle(reversed(kinds_here(accelerator)))
         for seed, dtype in enumerate((torch.bfloat16, torch.float32, torch.bfloat16, torch.float32)):
             self._copies(accelerator, transfer, random_bits(2000, seed), next(kinds), dtype)
+
+    def test_negative_views(self, accelerator: Accelerator, transfer: HostToDeviceTransfer) -> None:
+        """Torch itself drops their signs in some casts on the host. A strategy has the right ones, or refuses."""
+        kinds = itertools.cycle(kinds_here(accelerator))
+        dtypes = ((torch.float32, torch.float16), (torch.float16, torch.float32), (torch.float32, torch.bfloat16))
+        for numel, (source_dtype, dtype) in itertools.product((1, 1003), dtypes):
+            values, kind = torch.linspace(-3, 5, numel).to(source_dtype), next(kinds)
+            destination = accelerator.device_empty(numel, dtype=dtype)
+            with (
+                contextlib.suppress(StrategyUnavailableError),
+                host_source(accelerator, transfer, values, kind) as source,
+            ):
+                transfer.copy(destination, torch._neg_view(source))
+                expected = (-values).to(dtype)
+                check_copy(accelerator, destination, expected, f"{described(kind, dtype, source_dtype)}, negated")
 
     @staticmethod
     def _copies(

@@ -110,5 +110,4 @@ def _parts(destination: Tensor, source: Tensor | SwappedTensor, ranges: Iterable
 
 def _cast(memory: Tensor, values: Tensor) -> Tensor:
     """The host's own cast, in memory of the dtype that is wanted."""
-    # torch's `copy_` drops the negative bit of a contiguous view (fp32 to fp16).
-    return memory.copy_(values.resolve_neg())
+    return memory.copy_(values)
