@@ -110,7 +110,11 @@ class Attachment:
                 logger.info("gradients of this ZeRO-3 engine go to the host in fp32 too: %s", why_not)
         elif self.gradients is None:
             self.gradients = HostGradients(stage3.optimizer, self.transfer)
-            self.gradients.take_over()
+            try:
+                self.gradients.take_over()
+            except BaseException:
+                self._give_gradients_back()
+                raise
 
     def hold_gradient(self, sub_group_id: int) -> None:
         """Lets DeepSpeed have the fp32 gradient of a sub-group in memory, from now on."""

@@ -193,6 +193,16 @@ _PATCHES: dict[str, Patch] = {**step.PATCHES, **backward.PATCHES, **checkpoint.P
 
 def _add(optimizer: Any, attachment: Attachment) -> None:
     attachments.add(optimizer, attachment)
+    try:
+        _begin(optimizer, attachment)
+    except BaseException:
+        attachments.remove(optimizer)
+        _unpatch_if_idle()
+        attachment.give_up()
+        raise
+
+
+def _begin(optimizer: Any, attachment: Attachment) -> None:
     with attachments.lock:
         _patch(type(optimizer))
     if hasattr(optimizer, stage3.STEP):
