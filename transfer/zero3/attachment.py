@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -39,6 +39,7 @@ class Attachment:
         by_install: Whether ``install`` attached it.
         engine: The DeepSpeed engine where it is known, for its monitor.
         plan: The plan of the step that is under way; None between steps.
+        takes_gradients: Whether gradients may go to the host once; a measurement may want them as DeepSpeed has them.
         gradients: Those of the optimizer, where they go to the host once; else None.
         stream: Updates masters tile by tile, from the first such update on.
     """
@@ -48,6 +49,7 @@ class Attachment:
     by_install: bool = False
     engine: weakref.ref[Any] | None = None
     plan: StepPlan | None = None
+    takes_gradients: ClassVar[bool] = True
     gradients: HostGradients | None = None
     stream: TileStream | None = None
     _in_flight: list[tuple[int, int, InFlightCopy]] = field(default_factory=list)
@@ -102,6 +104,8 @@ class Attachment:
 
         Blocks while DeepSpeed's fp32 buffers are compared with what is accumulated.
         """
+        if not self.takes_gradients:
+            return
         state = GradientState(stage3)
         why_not = state.why_not_once() or waits_because or self._cannot_carry()
         if why_not is not None:

@@ -13,9 +13,13 @@ from ...config_file import resolve_config
 from ...interface import HostToDeviceTransfer
 from ...registry import get_strategy
 from ...routing import build_transfer
+from ...zero3.attachment import Attachment
 from ...zero3.stage3 import COPY_BACK, Stage3
 from ..measuring.baselines import DEEPSPEED, NO_COPY_BACK, RING, RING_CONFIG
 from .on_nvme import masters
+
+#: What the name of a variant ends with whose gradients go to the host in fp32 too.
+FP32_GRADIENTS = "fp32 gradients"
 
 
 @dataclass
@@ -31,6 +35,7 @@ class Variant:
     step_seconds: list[float] = field(default_factory=list)
     iteration_seconds: list[float] = field(default_factory=list)
     memory_rises: list[int] = field(default_factory=list)
+    fp32_gradients: bool = False  #: Whether gradients go to the host as DeepSpeed sends them, and not once.
     right_bits: bool = True
 
     @property
@@ -48,6 +53,8 @@ class Variant:
         """The block in which the engine's steps copy back this way."""
         with contextlib.ExitStack() as undoing:
             if self.transfer is not None:
+                Attachment.takes_gradients = not self.fp32_gradients
+                undoing.callback(setattr, Attachment, "takes_gradients", True)
                 zero3.attach(engine, self.transfer)
                 undoing.callback(zero3.detach, engine)
             elif not self.copies:
@@ -66,11 +73,16 @@ def make_variants(options: Mapping[str, Any], accelerator: Any) -> list[Variant]
         for completion in ("immediate", "deferred"):
             config = {"strategy": strategy, strategy: given.section(strategy), "fallback": False}
             configs[f"{strategy}, {completion}"] = TransferConfig(**config, completion=completion)
-    configs["default"] = TransferConfig()
+    configs[f"default, {FP32_GRADIENTS}"] = configs["default"] = TransferConfig()
     configs |= {f"default, verify: {mode}": TransferConfig(verify=mode) for mode in options["verify"]}
     if options["config"] is not None:
         configs["configured"] = given
     ours = [Variant(name, config, build_transfer(config, accelerator)) for name, config in configs.items()]
+    for variant in ours:
+        # To take them over costs more than a step. So strategies are compared without, and few variants with it.
+        variant.fp32_gradients = not variant.name.startswith(("default", "configured")) or variant.name.endswith(
+            FP32_GRADIENTS
+        )
     return [Variant(DEEPSPEED), Variant(NO_COPY_BACK), *ours]
 
 

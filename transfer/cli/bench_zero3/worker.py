@@ -184,6 +184,7 @@ def _measurement(variant: Variant, ranks: Ranks) -> dict[str, Any]:
     return {
         "variant": variant.name,
         "selected": variant.selected,
+        "fp32_gradients": variant.fp32_gradients,
         "page_locked_bytes": variant.page_locked_bytes,
         "right_bits": all(right_bits) if variant.copies else None,
         **ranks.largest(own),
