@@ -34,6 +34,9 @@ class Mutant(NamedTuple):
 
 VERIFY = ("tests/transfer/verification",)
 
+GRADIENTS = "transfer/zero3/gradients/"
+LAZY = ("tests/zero3/gradients",)
+
 MUTANTS = [
     Mutant(
         "a sample is read before its copy",
@@ -262,6 +265,126 @@ MUTANTS = [
         "        has_memory = bool(tensor.data_ptr()) or tensor.numel() == 0\n",
         "        has_memory = tensor.data_ptr() is not None\n",
         (SUITE + "TestPageable", "tests/transfer/test_tensors_without_memory.py"),
+    ),
+    # Gradients that go to the host once
+    Mutant(
+        "a gradient is read while it is on its way to the host",
+        GRADIENTS + "host_gradients.py",
+        "        for event in self._events:\n            event.synchronize()\n",
+        "",
+        LAZY,
+    ),
+    Mutant(
+        "a micro-step writes over what the last step left",
+        GRADIENTS + "host_gradients.py",
+        "if not is_final and piece.current == piece.final:",
+        "if False:",
+        LAZY,
+    ),
+    Mutant(
+        "what a micro-step left is taken for the gradient of the step",
+        GRADIENTS + "host_gradients.py",
+        "        if is_final:\n            taken.reduced(piece)\n",
+        "        taken.reduced(piece)\n",
+        LAZY,
+    ),
+    Mutant(
+        "a reduction adds to memory that holds nothing yet",
+        GRADIENTS + "host_gradients.py",
+        "                    copy.wait()  # to compare it, before it is added to\n",
+        "                    pass\n",
+        LAZY,
+    ),
+    Mutant(
+        "values that differ when they are taken over are lost",
+        GRADIENTS + "host_gradients.py",
+        "                if not torch.equal(here, there):\n",
+        "                if False:\n",
+        LAZY,
+    ),
+    Mutant(
+        "a detached optimizer keeps the second buffer",
+        GRADIENTS + "host_gradients.py",
+        "            if piece.current:\n",
+        "            if False:\n",
+        LAZY,
+    ),
+    Mutant(
+        "factors of steps before a reduction stay",
+        GRADIENTS + "master_gradient.py",
+        "piece.final, piece.since = piece.current, len(self._factors)",
+        "piece.final = piece.current",
+        LAZY,
+    ),
+    Mutant(
+        "a gradient that was set is not scaled",
+        GRADIENTS + "master_gradient.py",
+        "                    piece.own.mul_(factor)\n",
+        "                    pass\n",
+        LAZY,
+    ),
+    Mutant(
+        "the next reduction does not replace a gradient that was set",
+        GRADIENTS + "master_gradient.py",
+        "        piece.own, piece.is_zero = None, False\n",
+        "        piece.is_zero = False\n",
+        LAZY,
+    ),
+    Mutant(
+        "dropped factors are those of pieces that need them",
+        GRADIENTS + "master_gradient.py",
+        "applied - piece.since > MOST_FACTORS // 2:",
+        "False:",
+        LAZY,
+    ),
+    Mutant(
+        "pieces of two buffers are read from one",
+        GRADIENTS + "master_gradient.py",
+        "(one.final, one.since) == (other.final, other.since)",
+        "one.since == other.since",
+        LAZY,
+    ),
+    Mutant(
+        "a view of a lazy gradient is a copy",
+        GRADIENTS + "lazy_gradient.py",
+        "LazyGradient.hold if keep else LazyGradient.values",
+        "LazyGradient.values",
+        LAZY,
+    ),
+    Mutant(
+        "the check for overflow looks at one buffer of two",
+        GRADIENTS + "buffers.py",
+        "if used == {0} or",
+        "if used or",
+        LAZY,
+    ),
+    Mutant(
+        "a tile does not end at a whole vector",
+        "transfer/zero3/tiles.py",
+        "step = max(1, tile_elements // ALIGNMENT_ELEMENTS) * ALIGNMENT_ELEMENTS",
+        "step = max(1, tile_elements - 1)",
+        (*LAZY, "tests/zero3/test_tiles.py"),
+    ),
+    Mutant(
+        "a tile is copied before it is updated",
+        "transfer/zero3/tiles.py",
+        "                    original(*scalars, *tile)\n                    submit(offset, length)\n",
+        "                    submit(offset, length)\n                    original(*scalars, *tile)\n",
+        ("tests/zero3/test_tiles.py", "tests/zero3/test_plan.py"),
+    ),
+    Mutant(
+        "tiles of a master that has moved count as copied",
+        "transfer/zero3/plan.py",
+        " and tiled[1] == _place(*partitions)",
+        "",
+        ("tests/zero3/test_plan.py",),
+    ),
+    Mutant(
+        "a negative view loses its sign",
+        "transfer/validation.py",
+        "source.resolve_neg() if source.is_neg() else source",
+        "source",
+        ("tests/transfer/test_negative_views.py",),
     ),
 ]
 
