@@ -185,7 +185,7 @@ class HostToDeviceTransfer(ABC):
 
         Raises:
             StrategyUnavailableError: It is refused. Nothing has changed then.
-            InvalidTensorError: The source has no memory of its own, as a DTensor. Nothing has changed then.
+            InvalidTensorError, GraphCaptureError: As ``submit``. Nothing has changed then.
         """
         check_memory(source, "source")
 

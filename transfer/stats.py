@@ -62,6 +62,12 @@ class Counters:
             return StrategyStats(**self._counts)  # type: ignore[arg-type]  # whole numbers stay whole
 
 
+def format_bytes(count: int) -> str:
+    """Bytes in the unit that fits: ``1.5 GiB``."""
+    power = min(4, max(0, (count.bit_length() - 1) // 10))
+    return f"{count / 2 ** (10 * power):.4g} {('bytes', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+
+
 def merged(*several: dict[str, StrategyStats]) -> dict[str, StrategyStats]:
     """The counts of several transfers, added up for each strategy."""
     total: dict[str, StrategyStats] = {}

@@ -77,6 +77,25 @@ def test_a_refused_copy_leaves_the_one_in_flight_alone(simulated, way):
     arrives(simulated, transfer, source)
 
 
+@pytest.mark.parametrize("method", ["prepare", "unprepare"])
+@pytest.mark.parametrize("make", [WAYS["mapped"], WAYS["routed"]], ids=["alone", "routed"])
+def test_page_locking_while_a_graph_is_recorded_is_refused(simulated, make, method):
+    """The driver would end the capture; `unprepare` would wait, too."""
+    transfer, source = make(simulated), VALUES.clone()
+    if method == "unprepare":
+        transfer.prepare(source)
+    before = simulated.pinned_bytes
+    with simulated.capturing(), pytest.raises(GraphCaptureError, match="records a graph"):
+        getattr(transfer, method)(source)
+    assert simulated.pinned_bytes == transfer.page_locked_bytes == before
+    getattr(transfer, method)(source)
+    assert simulated.pinned_bytes == VALUES.nbytes - before
+    with simulated.capturing():
+        if method == "prepare":
+            transfer.prepare(source)  # nothing is left to do
+    transfer.close()
+
+
 class Deaf(SimulatedAccelerator):
     """Events that are made while it is deaf never answer, though their work is done."""
 

@@ -8,6 +8,7 @@ import pytest
 from tests.running import run_program, succeeds
 from tests.zero3.stand_ins import Spy, SteppingStage3, engine_of
 from transfer import build_transfer, zero3
+from transfer.stats import format_bytes
 from transfer.zero3 import summary
 
 
@@ -46,7 +47,7 @@ PAGEABLE = {"strategy": "pageable"}
 
 def test_the_first_line_and_the_last(said, simulated):
     train(SteppingStage3(simulated), build_transfer(PAGEABLE, simulated), steps=3)
-    assert said == ["engine", "serves 2 of 2 sub-groups of a ZeRO-3 engine, 0 bytes page-locked"]
+    assert said == ["engine", "serves 2 of 2 sub-groups of a ZeRO-3 engine by pageable, 0 bytes page-locked"]
     assert summary.end()
     assert untimed(said[2]) == "6 copies (6 pageable), 96 bytes, TIME s waited; served 6 of 6 copy-backs"
     assert summary.end()
@@ -55,7 +56,7 @@ def test_the_first_line_and_the_last(said, simulated):
 
 def test_page_locked_bytes_are_said(said, simulated):
     train(SteppingStage3(simulated), build_transfer({"strategy": "pinned_direct"}, simulated))
-    assert said[1] == "serves 2 of 2 sub-groups of a ZeRO-3 engine, 64 bytes page-locked"
+    assert said[1] == "serves 2 of 2 sub-groups of a ZeRO-3 engine by pinned_direct, 64 bytes page-locked"
 
 
 def test_without_an_engine_nothing_is_said(said):
@@ -75,7 +76,10 @@ def test_masters_that_are_not_on_the_host(said, simulated):
     simulated.adopt(optimizer.fp32_partitioned_groups_flat[1])
     train(optimizer, build_transfer(PAGEABLE, simulated), steps=2)
     summary.end()
-    assert said[1].startswith("serves 1 of 2 sub-groups")
+    assert said[1].startswith(
+        "serves 1 of 2 sub-groups of a ZeRO-3 engine by pageable, 0 bytes page-locked; left alone: 1, as "
+    )
+    assert said[1].endswith("the masters are on cpu, the low-precision partitions on cpu")
     assert "served 2 of 4 copy-backs: the masters are on " in said[-1]
 
 
@@ -129,7 +133,7 @@ def test_other_ranks_are_silent(said, simulated, monkeypatch):
     [(0, "0 bytes"), (1023, "1023 bytes"), (1024, "1 KiB"), (1536 * 2**20, "1.5 GiB"), (2**52, "4096 TiB")],
 )
 def test_bytes(count, text):
-    assert summary.format_bytes(count) == text
+    assert format_bytes(count) == text
 
 
 def test_a_process_of_multiprocessing_says_its_last_line_too():
@@ -153,7 +157,7 @@ def test_a_process_of_multiprocessing_says_its_last_line_too():
     done = run_program(program)
     done.stdout = untimed(done.stdout)
     lines = [
-        "serves 2 of 2 sub-groups of a ZeRO-3 engine, 0 bytes page-locked\n",
+        "serves 2 of 2 sub-groups of a ZeRO-3 engine by pageable, 0 bytes page-locked\n",
         "2 copies (2 pageable), 32 bytes, TIME s waited; served 2 of 2 copy-backs\n",
     ]
     succeeds(done, stdout="".join(lines))

@@ -12,6 +12,7 @@ from accelerators import Accelerator
 from accelerators.errors import REFUSALS
 from accelerators.protocol import MapsHostMemory
 
+from ..accelerator_choice import check_capture
 from ..errors import StrategyUnavailableError, TransferBusyError
 from ..in_flight import InFlightCopy
 from ..memory import host_budget, page_locks
@@ -128,6 +129,8 @@ class PinnedDirectTransfer(BufferedTransfer):
         super().unprepare(source)
         if self._is_forked:
             return
+        if self._accelerator is not None and self.page_locked_bytes:
+            check_capture(self._accelerator, None)
         with self._lock:
             for locks in self._held.of(OwnedLocks):
                 for lock in page_locks.over(self._accelerator, source):
@@ -139,6 +142,7 @@ class PinnedDirectTransfer(BufferedTransfer):
 
     def _page_lock(self, accelerator: Accelerator, source: Tensor, owner: OwnedLocks) -> None:
         """Page-locks the source's storage, within the budget, unless it is pinned already."""
+        check_capture(accelerator, None)
         wanted = source.untyped_storage().nbytes()
         obstacle = accelerator.capabilities.why_not("registers_host_memory", "streams", "events")
         if obstacle is not None:

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from ..interface import HostToDeviceTransfer
-from ..stats import StrategyStats, merged
+from ..routing import RoutedTransfer
+from ..stats import StrategyStats, format_bytes, merged
 from .attachment import Attachment
 from .stage3 import Stage3
 
@@ -104,11 +105,19 @@ def attached(optimizer: Any, attachment: Attachment) -> None:
     """Says how much of an engine is served. Rank 0 speaks."""
     stage3 = Stage3(optimizer)
     if of(attachment).is_first_rank:
-        served = [each for each in stage3.sub_groups if attachment.partitions(stage3, each) is not None]
-        locked = format_bytes(attachment.transfer.page_locked_bytes)
-        _process.say(
-            f"serves {len(served)} of {len(stage3.sub_groups)} sub-groups of a ZeRO-3 engine, {locked} page-locked"
-        )
+        pairs = {each: attachment.partitions(stage3, each) for each in stage3.sub_groups}
+        alone = [each for each, pair in pairs.items() if pair is None]
+        line = f"serves {len(pairs) - len(alone)} of {len(pairs)} sub-groups of a ZeRO-3 engine"
+        filled = [pair for pair in pairs.values() if pair is not None and pair[1].numel()]
+        names = {_strategy(attachment.transfer, *pair) for pair in filled}
+        if names:
+            line += f" by {', '.join(sorted(names))}"
+        line += f", {format_bytes(attachment.transfer.page_locked_bytes)} page-locked"
+        if attachment.gradients is not None:
+            line += f"; gradients go once, {format_bytes(attachment.gradients.saved_bytes)} given back"
+        if alone:
+            line += f"; left alone: {len(alone)}, as {_why_not(stage3, alone[0])}"
+        _process.say(line)
 
 
 def reporter(attachment: Attachment) -> Callable[[], None]:
@@ -166,10 +175,11 @@ def last_line(records: list[Record]) -> str:
     )
 
 
-def format_bytes(count: int) -> str:
-    """In the unit that fits: ``1.5 GiB``."""
-    power = min(4, max(0, (count.bit_length() - 1) // 10))
-    return f"{count / 2 ** (10 * power):.4g} {('bytes', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+def _strategy(transfer: HostToDeviceTransfer, destination: Any, master: Any) -> str:
+    """The strategy that would copy, as things are."""
+    if isinstance(transfer, RoutedTransfer):
+        return transfer.policy.select(destination, master).strategy
+    return transfer.name or type(transfer).__name__
 
 
 def _begin(transfer: HostToDeviceTransfer) -> Record:

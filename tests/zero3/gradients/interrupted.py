@@ -183,6 +183,7 @@ def pinned_memory_is_given_back():
     run.attached = True
     run.attach()
     locked = attachments.get(run.zero).transfer.pinned_bytes
+    assert attachments.get(run.zero).gradients.saved_bytes == 4 * numel
     assert run.simulated.pinned_bytes - locked == before - 4 * numel
     run.engine.destroy()
 

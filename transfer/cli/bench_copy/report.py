@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ...stats import format_bytes
 from ..measuring.baselines import DEEPSPEED, LINK
-from ..measuring.quantities import format_bytes, format_count
+from ..measuring.quantities import format_count
 from ..measuring.report import (
     Column,
     console,

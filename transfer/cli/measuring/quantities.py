@@ -42,9 +42,3 @@ def format_count(elements: int) -> str:
     """``2^28`` for a power of two, else with thousands separated."""
     exponent = elements.bit_length() - 1
     return f"2^{exponent}" if elements == 2**exponent and exponent >= 10 else f"{elements:,}"
-
-
-def format_bytes(num_bytes: int) -> str:
-    """In a unit that fits: ``256 KiB``."""
-    unit, scale = ("MiB", 2**20) if num_bytes >= 2**20 else ("KiB", 2**10)
-    return f"{num_bytes / scale:.4g} {unit}"

@@ -9,7 +9,8 @@ from rich.console import Console
 from ...measured.estimate import CANDIDATES, fastest, format_seconds
 from ...measured.profile import WORTH_MORE, Drive, MachineProfile, StrategyTimes
 from ...registry import get_strategy
-from ..measuring.quantities import format_bytes, format_count
+from ...stats import format_bytes
+from ..measuring.quantities import format_count
 from ..measuring.report import Column, console, file_system_name, make_table, number, plural, say
 
 #: Elements of the copies for which a choice is shown.
