@@ -89,6 +89,7 @@ def test_what_is_called_at_the_end_is_called_after_all_that_packages_do_there(te
     assert (done.returncode, done.stdout, done.stderr) == (0, "12\n0\n", "")
 
 
+@pytest.mark.slow
 def test_a_program_that_hangs_is_killed_with_what_it_has_started(tmp_path):
     witness = tmp_path / "witness"
     program = f"""

@@ -267,6 +267,7 @@ def test_in_flight_error_is_catchable_both_ways():
     assert issubclass(InFlightError, RuntimeError)
 
 
+@pytest.mark.slow
 def test_a_signal_handler_may_wait_at_any_moment():
     program = """
         import signal, torch

@@ -150,6 +150,7 @@ def test_processes_that_are_not_below_it_are_left_alone(packages):
     assert (done.stdout, done.stderr) == ("False\n", "")
 
 
+@pytest.mark.slow
 def test_workers_of_pytest_are_reached(packages, tmp_path):
     test = """
     import os

@@ -123,6 +123,7 @@ def test_the_demo_then_says_what_it_takes_instead(environment, monkeypatch, caps
     assert capsys.readouterr().err == "h2d demo: No luck.\n"
 
 
+@pytest.mark.slow
 def test_a_lock_that_a_killed_compiler_left_is_not_waited_for(environment):
     environment.mkdir()
     (environment / "lock").touch()
@@ -132,6 +133,7 @@ def test_a_lock_that_a_killed_compiler_left_is_not_waited_for(environment):
     assert time.monotonic() - began < 5
 
 
+@pytest.mark.slow
 def test_a_compiler_that_works_is_waited_for_and_told_of(environment):
     """Nothing but a process that works in the folder, and takes the lock away after two seconds."""
     environment.mkdir()
@@ -146,6 +148,7 @@ def test_a_compiler_that_works_is_waited_for_and_told_of(environment):
     assert said == [f"Another process compiles CPU Adam in {environment}: this one waits, half an hour at most."]
 
 
+@pytest.mark.slow
 def test_the_benchmark_of_steps_ends_where_a_lock_was_left(environment, monkeypatch, capsys):
     environment.mkdir()
     (environment / "lock").touch()

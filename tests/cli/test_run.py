@@ -33,6 +33,7 @@ def seen(done):
     return eval(next(line for line in done.stdout.splitlines() if line.startswith("['__main__'")))  # a list of ours
 
 
+@pytest.mark.slow
 def test_the_script_runs_as_main_with_its_own_arguments_and_every_engine_attached(script):
     done = run_python("-m", "transfer.cli", "run", str(script), "--lr", "1e-4", "-v", forked=True)
     assert done.returncode == 3

@@ -107,6 +107,7 @@ def test_memory_stays_mapped_while_it_is_page_locked(simulated):
     transfer.close()
 
 
+@pytest.mark.slow
 def test_it_is_freed_with_its_tensor():
     def resident():
         return int(Path("/proc/self/statm").read_text().split()[1]) * 4096

@@ -134,6 +134,7 @@ def test_a_finalizer_between_two_locks_is_no_deadlock():
         import faulthandler, gc, os, threading, types, torch
         from accelerators.simulated import SimulatedAccelerator
         from transfer import PinnedDirectTransfer
+        from transfer.memory import host_budget
         from transfer.zero3.stage3 import Stage3
         from transfer.zero3.swap_buffers import SwapBuffers
 
@@ -160,19 +161,19 @@ def test_a_finalizer_between_two_locks_is_no_deadlock():
         def slow(address, num_bytes):
             if threading.current_thread().name == "B":
                 registering.set()
-                waiting.wait(10)
+                assert waiting.wait(10)
                 gc.collect()
             return register(address, num_bytes)
 
         simulated.register_host_memory = slow
-        is_pinned = simulated.is_pinned
+        budget = host_budget.page_lock_budget_bytes
 
-        def asked(tensor):
+        def asked():
             if threading.current_thread().name == "A":
                 waiting.set()  # A holds its transfer
-            return is_pinned(tensor)
+            return budget()
 
-        simulated.is_pinned = asked
+        host_budget.page_lock_budget_bytes = asked
 
         def a():
             registering.wait(10)

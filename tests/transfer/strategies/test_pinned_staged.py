@@ -438,6 +438,7 @@ def test_bad_sizes_are_refused_before_anything_is_pinned(simulated, field, value
     assert not recorder.pinned
 
 
+@pytest.mark.slow
 def test_bad_sizes_do_not_abort_under_the_native_pinning_backend():
     program = "from transfer import PinnedStagedTransfer\nPinnedStagedTransfer(chunk_elements=2**36)"
     done = run_python("-c", program, environment={"DS_PIN_MEMORY_BACKEND": "native"}, forked=True)

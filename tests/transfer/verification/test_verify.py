@@ -70,6 +70,7 @@ def test_a_sample_of_a_small_copy_is_all_of_it(simulated, wrong, numel):
     transfer.copy(destination, source)
 
 
+@pytest.mark.slow
 def test_a_sample_finds_one_wrong_element_as_often_as_is_said(simulated, wrong):
     transfer = verified(simulated, "sample", "flips")
     transfer.verifier.seed = 7  # of 400 copies, 40 would be found on average, and 15 or 65 in none of 100,000 runs
