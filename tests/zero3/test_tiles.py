@@ -54,7 +54,7 @@ def test_the_bits_are_those_of_one_call(cpu_adam, stream, numel, adamw):
                 optimizer.param_groups[0]["params"] = [group]
                 if cut:
                     assert updates_in_parts(optimizer)
-                    with stream.updating(optimizer, group.data, lambda *tile: submitted.append(tile)):
+                    with stream.updating(optimizer, group.data, lambda *tile: submitted.append(tile), 1):
                         optimizer.step()
                 else:
                     optimizer.step()
@@ -79,7 +79,7 @@ def test_each_tile_is_submitted_once_it_has_its_new_values(cpu_adam, stream):
         assert parameter.data[offset : offset + length].ne(0).all()
         changed.append(int(parameter.data.ne(0).sum()))
 
-    with stream.updating(optimizer, parameter.data, submit):
+    with stream.updating(optimizer, parameter.data, submit, 1):
         optimizer.step()
     assert changed == [256, 512, 768, 1000], "what comes later is still old"
     before = parameter.data.clone()
@@ -92,7 +92,7 @@ def test_another_tensor_is_updated_whole(cpu_adam, stream):
     parameter, other = torch.nn.Parameter(torch.zeros(1000)), torch.zeros(1000)
     parameter.grad = torch.ones(1000)
     optimizer = cpu_adam([parameter], lr=1.0)
-    with stream.updating(optimizer, other, lambda *_: pytest.fail("not this tensor")):
+    with stream.updating(optimizer, other, lambda *_: pytest.fail("not this tensor"), 1):
         optimizer.step()
     assert parameter.data.ne(0).all()
 
@@ -119,7 +119,7 @@ def test_a_submit_that_fails_leaves_the_whole_master_updated_once(cpu_adam, stre
         parameter = torch.nn.Parameter(torch.zeros(1000))
         parameter.grad = torch.linspace(-1, 1, 1000)
         optimizer = cpu_adam([parameter], lr=1.0)
-        with stream.updating(optimizer, parameter.data, submit):
+        with stream.updating(optimizer, parameter.data, submit, 1):
             optimizer.step()
         return parameter
 
@@ -131,7 +131,7 @@ def test_a_submit_that_fails_leaves_the_whole_master_updated_once(cpu_adam, stre
     parameter = torch.nn.Parameter(torch.zeros(1000))
     parameter.grad = torch.linspace(-1, 1, 1000)
     optimizer = cpu_adam([parameter], lr=1.0)
-    with pytest.raises(MemoryError), stream.updating(optimizer, parameter.data, refuse):
+    with pytest.raises(MemoryError), stream.updating(optimizer, parameter.data, refuse, 1):
         optimizer.step()
     assert torch.equal(parameter.data, whole)
     optimizer.step()
@@ -151,7 +151,32 @@ def test_ctrl_c_while_a_tile_is_updated_leaves_the_whole_master_updated_once(str
 
     parameter, *others = (torch.zeros(1000) for _ in range(4))
     optimizer = types.SimpleNamespace(ds_opt_adam=types.SimpleNamespace(adam_update=adam_update))
-    with pytest.raises(KeyboardInterrupt), stream.updating(optimizer, parameter, lambda *_: None):
+    with pytest.raises(KeyboardInterrupt), stream.updating(optimizer, parameter, lambda *_: None, 1):
         optimizer.ds_opt_adam.adam_update(parameter, *others)
     assert parameter.unique().tolist() == [1]
     assert sum(calls) == 1000
+
+
+@pytest.mark.parametrize(
+    ("numel", "most", "copies"),
+    [
+        (8 * 256, 10**9, [1024, 512, 256, 256]),  # halves of what is left, in whole tiles
+        (8 * 256, 512, [512, 512, 512, 256, 256]),
+        (8 * 256 + 3, 600, [768, 768, 512, 3]),
+        (100, 10**9, [100]),
+        (3 * 256, 1, [256] * 3),
+    ],
+)
+def test_copies_are_few_and_the_last_ones_small(stream, numel, most, copies):
+    parameter, *others = (torch.zeros(numel) for _ in range(4))
+    op = types.SimpleNamespace(adam_update=lambda parameter, *_: parameter.add_(1))
+    optimizer, submitted = types.SimpleNamespace(ds_opt_adam=op), []
+
+    def submit(offset, length):
+        assert parameter[: offset + length].eq(1).all(), "updated before"
+        submitted.append((offset, length))
+
+    with stream.updating(optimizer, parameter, submit, most):
+        optimizer.ds_opt_adam.adam_update(parameter, *others)
+    assert [length for _, length in submitted] == copies
+    assert [offset for offset, _ in submitted] == [sum(copies[:index]) for index in range(len(copies))]

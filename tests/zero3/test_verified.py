@@ -108,12 +108,12 @@ def test_a_wrong_tile_is_found_by_its_place_in_the_partition(simulated, spoil, m
     monkeypatch.setattr(tiles, "TILE_ELEMENTS", 3)
     optimizer = TiledStage3(simulated)
     zero3.attach(optimizer, verified(simulated, mode))
-    spoil({4: 1})  # three tiles of 3, 3 and 2 elements for each sub-group: the second tile of the second one
+    spoil({3: 0})  # of each sub-group, two tiles of 3 elements are one copy, and one of 2 is another
     with pytest.raises(VerificationError) as caught:
         optimizer.step()
     assert optimizer.optimizer.ds_opt_adam.updated == [3, 3, 2] * 3
-    assert (caught.value.sub_group, caught.value.first, caught.value.last) == (1, 4, 4)
-    assert caught.value.expected.startswith("6.0 ")
+    assert (caught.value.sub_group, caught.value.first, caught.value.last) == (1, 6, 6)
+    assert caught.value.expected.startswith("8.0 ")
     assert "post" not in optimizer.calls
 
 

@@ -92,12 +92,13 @@ class Attachment:
             own_memory.move(stage3.master(sub_group_id))
 
     def updating(
-        self, stage3: Stage3, sub_group_id: int, submit: Callable[[int, int], None]
+        self, stage3: Stage3, sub_group_id: int, submit: Callable[[int, int], None], *, to_device: bool
     ) -> AbstractContextManager[None]:
         """A block in which the update of a master is made in tiles; see ``TileStream.updating``."""
         if self.stream is None:
             self.stream = TileStream(_tile_elements(self.transfer))
-        return self.stream.updating(stage3.cpu_optimizer, stage3.master(sub_group_id).data, submit)
+        copy_elements = tiles.COPY_ELEMENTS if to_device else 1
+        return self.stream.updating(stage3.cpu_optimizer, stage3.master(sub_group_id).data, submit, copy_elements)
 
     def take_gradients(self, stage3: Stage3, waits_because: str | None) -> None:
         """Lets gradients go to the host once, where that can be; says why not, at level INFO.

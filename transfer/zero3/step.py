@@ -60,9 +60,10 @@ def update(original: Callable[..., Any]) -> Callable[..., Any]:
                 destination, source = (each.narrow(0, offset, length) for each in pair)
                 attachment.submit(sub_group_id, destination, source, offset)
 
-        if plan.partitions(sub_group_id) is not None:
+        to_device = plan.partitions(sub_group_id) is not None
+        if to_device:
             attachment.prepare(view, sub_group_id, view.master(sub_group_id).data)
-        with attachment.updating(view, sub_group_id, submit):
+        with attachment.updating(view, sub_group_id, submit, to_device=to_device):
             return original(optimizer, sub_group_id, *args)
 
     return patched

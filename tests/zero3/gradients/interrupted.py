@@ -158,8 +158,14 @@ def an_optimizer_that_is_dropped_is_freed():
 
 
 def it_all_comes_back_when_it_is_detached():
+    """After a step, and in the middle of the next one: what is accumulated is in the second buffer, and the first."""
+    for number in (2, 3):
+        detached_after(number)
+
+
+def detached_after(number):
     run = Run({"micro_steps": 2}, True, 0)
-    for micro_step in range(3):  # a step, and half of the next one
+    for micro_step in range(number):
         run.engine.backward(run.engine(batch(run, micro_step), range(LAYERS)).float().pow(2).mean())
         run.engine.step()
     look(run)
