@@ -10,11 +10,12 @@ from torch import Tensor
 from accelerators.overlap import bytes_of
 
 from ..errors import VerificationError
+from ..tensor_memory import describe
 from .sampling import Part
 
 
 def compare(
-    parts: Sequence[Part], found: Sequence[Tensor], destination: str, mode: str, seed: int, copy: int
+    parts: Sequence[Part], found: Sequence[Tensor], destination: Tensor, mode: str, seed: int, copy: int
 ) -> VerificationError | None:
     """The error of a copy that has left wrong elements, or None. Bits must be equal; a NaN may have any payload.
 
@@ -37,7 +38,7 @@ def compare(
     (part, values, positions), (last_part, _, last_positions) = wrong[0], wrong[-1]
     at = int(positions[0])
     return VerificationError(
-        destination,
+        describe(destination),
         part.locate(at),
         last_part.locate(int(last_positions[-1])),
         sum(each.numel() for _, _, each in wrong),

@@ -22,7 +22,6 @@ from ..in_flight import InFlightCopy, made
 from ..memory.holdings import Holdings
 from ..memory.marking_guard import MarkingGuard
 from ..nvme.swapped_tensor import SwappedTensor
-from ..tensor_memory import describe
 from .comparing import compare
 from .reading import ReadBack, ReadLater, Slots, Snapshot
 from .sampling import Part, everything, sample
@@ -80,11 +79,11 @@ class Verifier:
             reading = self._snapshot(accelerator, stream, copy, destination, parts)
         if reading is None:
             reading = ReadLater(accelerator, stream or accelerator.current_stream(index), parts)
-        mode, seed, place = self._mode, self.seed, describe(destination)
+        mode, seed = self._mode, self.seed
         return VerifiedCopy(
             copy,
             reading,
-            lambda found: compare(parts, found, place, mode, seed, number),
+            lambda found: compare(parts, found, destination, mode, seed, number),
             lambda: accelerator.synchronize(index),
         )
 
