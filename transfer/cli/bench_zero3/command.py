@@ -19,6 +19,10 @@ SCHEMA_VERSION = 2
 
 #: Options that the report repeats.
 _REPORTED = ("ranks", "layers", "hidden", "limit_seconds", "sub_groups", "batch", "sequence", "steps", "optimizer")
+_PEERS = ("deepspeed", "default", "offload_param", "offload_param, default", "superoffload", "fsdp2")
+_WHAT_PEERS_DO = (
+    "instead, measure forward, backward and step of these, which take turns as processes; without a name all of them"
+)
 _MOST_THREADS = 12  # more do not make DeepSpeed's CPU Adam faster
 
 
@@ -36,6 +40,8 @@ def main(arguments: Sequence[str]) -> int:
             options.nvme, nvme = _swap_files(options, cleaning)
         if options.optimizer == "cpu_adam":
             _compile_cpu_adam()
+        if options.peers is not None:
+            return _compare_peers(options)
         worker = "transfer.cli.bench_zero3.worker:measure"
         measured = launch(worker, vars(options), options.ranks, threads=options.threads, deepspeed=True)
     from .report import page_lock, show, with_figures
@@ -51,6 +57,18 @@ def main(arguments: Sequence[str]) -> int:
     }
     tell(report, options, show)
     return 0 if all(one["right_bits"] is not False for one in report["measurements"]) else 1
+
+
+def _compare_peers(options: argparse.Namespace) -> int:
+    from . import peers
+
+    names = list(options.peers or peers.PEERS)
+    found = peers.compare(vars(options), names)
+    measured = list(peers.with_figures(found, options.ranks))
+    asked = {name: getattr(options, name) for name in (*_REPORTED, "rounds")}
+    report = {"schema_version": SCHEMA_VERSION, "command": "bench zero3", **asked, **found, "peers": measured}
+    tell(report, options, peers.show)
+    return 0 if measured else 1
 
 
 def _strategies(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[str]:
@@ -143,6 +161,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--nvme", metavar="DIR", help=nvme)
     pipeline = "with --nvme: pipeline_read and pipeline_write, and 12 swap buffers in place of 5"
     add("--nvme-pipeline", action="store_true", help=pipeline)
+    add("--peers", nargs="*", metavar="NAME", choices=_PEERS, help=f"{_WHAT_PEERS_DO}: {', '.join(_PEERS)}")
+    add("--rounds", type=count, default=3, metavar="N", help="with --peers: processes of each (default 3)")
     verify = "also the default with this `verify`, so that the two can be compared"
     add("--verify", choices=("sample", "full"), nargs="+", default=[], help=verify)
     every = "compare bits after every step, not only after the first and the last"

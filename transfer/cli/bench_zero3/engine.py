@@ -49,7 +49,9 @@ def make_engine(options: Mapping[str, Any], accelerator: Any) -> Any:
     """
     import deepspeed
 
-    zero: dict[str, Any] = {"stage": 3, "offload_optimizer": offload_section(options)}
+    more = dict(options.get("zero", {}))
+    offload = {**offload_section(options), **more.pop("offload_optimizer", {})}
+    zero: dict[str, Any] = {"stage": 3, "offload_optimizer": offload, **more}
     config = {
         "train_micro_batch_size_per_gpu": options["batch"],
         "bf16": {"enabled": True},
@@ -73,7 +75,7 @@ def make_engine(options: Mapping[str, Any], accelerator: Any) -> Any:
     if options["nvme"] is not None:
         check_swapped(engine.optimizer)
     if hasattr(accelerator, "adopt"):  # simulated: DeepSpeed took host memory for the device's
-        for partition in engine.optimizer.fp16_partitioned_groups_flat:
+        for partition in () if "offload_param" in zero else engine.optimizer.fp16_partitioned_groups_flat:
             accelerator.adopt(partition)
     return engine
 
