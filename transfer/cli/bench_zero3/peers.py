@@ -188,7 +188,7 @@ def compare(options: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-_SECONDS = number(".3g")
+_SECONDS = number(".3f")
 _COLUMNS = (
     Column("peer", "peer"),
     Column("for-\nward s", "forward", _SECONDS),
