@@ -37,6 +37,7 @@ def trained(tmp_path_factory, why_no_cpu_adam):
 def test_everything_is_that_of_deepspeed(trained, name):
     for alone, attached in trained[name]:
         assert len(alone["seen"]) == len(attached["seen"]) > 10
+        assert all(attached["copied"]), "each low-precision partition is the cast of its master"
         for index, ((what, expected), (_, got)) in enumerate(zip(alone["seen"], attached["seen"], strict=True)):
             assert (got is None) == (expected is None), (index, what)
             if got is not None:

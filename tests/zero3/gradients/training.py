@@ -135,14 +135,20 @@ class Run:
             self.see("weight", get.safe_get_full_fp32_param(parameter))
             self.see("moments", *(get.safe_get_full_optimizer_state(parameter, k) for k in ("exp_avg", "exp_avg_sq")))
         self.see("skipped", torch.tensor(self.engine.skipped_steps))
-        with deepspeed.zero.GatheredParameters(list(self.model.parameters())):
-            self.see("parameter", *self.model.parameters())
-        gradients, result = self.gradients, {"seen": self.seen}
+        self.simulated.synchronize()
+        pairs = zip(self.zero.fp16_partitioned_groups_flat, self.zero.fp32_partitioned_groups_flat, strict=True)
+        copied = [same_bits(partition, master.detach().to(partition.dtype)) for partition, master in pairs]
+        gradients, result = self.gradients, {"seen": self.seen, "copied": copied}
         if gradients is not None:
             real = [taken.memory is not None for taken in gradients._masters.values()]
             result |= {"real": sum(real), "lazy": len(real) - sum(real), "buffers": len(gradients._buffers)}
         self.engine.destroy()
         return result
+
+
+def same_bits(one, other):
+    width = {2: torch.int16, 4: torch.int32}[one.element_size()]
+    return torch.equal(one.detach().view(width), other.view(width))
 
 
 def look(run, *_):
