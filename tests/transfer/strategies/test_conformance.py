@@ -118,7 +118,7 @@ class SwapsOutFirst(NvmeSwappedTransfer):
 
     def file_of(self, source):
         """A file with these values: one that was written before, if there is one."""
-        values = source.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        values = source.detach().resolve_neg().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
         key = self.config.path, source.dtype, source.shape, values
         if key not in self.files:
             self.files[key] = swap_out(source, self.config.path, checksum_bytes=4096)
