@@ -7,6 +7,8 @@ import pytest
 
 from tests.running import run_program, run_python
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("forked", [False, True])
 def test_what_a_program_sees(tmp_path, forked):

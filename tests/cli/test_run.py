@@ -11,6 +11,8 @@ import pytest
 from tests.running import ROOT, run_program, run_python
 from transfer import cli
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = """
 import sys
 from deepspeed.runtime.engine import DeepSpeedEngine

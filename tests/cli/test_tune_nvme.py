@@ -15,6 +15,8 @@ from transfer.cli.tune.drive import REQUESTS, THREADS, Bounds, measure_drive
 from transfer.measured.profile import Drive
 from transfer.nvme.mounts import file_system
 
+pytestmark = pytest.mark.slow
+
 TINY = ["--accelerator", "simulated", "--elements", "1000", "--quick"]
 SMALL = Bounds(file_bytes=2**16, cell_seconds=0.001)
 CELLS = [(request_bytes, threads) for request_bytes in REQUESTS for threads in THREADS]

@@ -11,7 +11,10 @@ from tests.growth import check_growth, rounds
 from transfer import build_transfer
 from transfer.nvme import swap_out
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="What a process holds is read in /proc.")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="What a process holds is read in /proc."),
+]
 
 ELEMENTS = 1000
 CONFIGS = {

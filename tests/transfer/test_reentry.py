@@ -4,6 +4,8 @@ import pytest
 
 from tests.running import run_program, succeeds
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = """
 import pathlib, sys, tempfile, threading, torch
 from accelerators.simulated import SimulatedAccelerator

@@ -15,7 +15,10 @@ from tests.zero3.test_deferred import DIRECT, STAGED
 from transfer import build_transfer, zero3
 from transfer.zero3 import plan, tiles
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="What a process holds is read in /proc.")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="What a process holds is read in /proc."),
+]
 
 CONFIGS = {
     "direct": DIRECT,
