@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from . import stage3
@@ -15,40 +16,27 @@ from .gradients import HostGradients
 from .patching import Patch
 
 
-def _gradients(optimizer: Any) -> HostGradients | None:
-    attachment = attachments.get(optimizer)
-    return None if attachment is None else attachment.gradients
+def _within(block: Callable[..., AbstractContextManager[None]]) -> Patch:
+    """A patch with which a method runs in a block of the optimizer's gradients, where these go once.
 
+    Args:
+        block: Gets the gradients and the method's arguments.
+    """
 
-def reduce(original: Callable[..., Any]) -> Callable[..., Any]:
-    def patched(optimizer: Any, parameters: Any, partitions: Any, *args: Any, **kwargs: Any) -> Any:
-        gradients = _gradients(optimizer)
-        with contextlib.nullcontext() if gradients is None else gradients.reducing(parameters, partitions):
-            return original(optimizer, parameters, partitions, *args, **kwargs)
+    def patch(original: Callable[..., Any]) -> Callable[..., Any]:
+        def patched(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            attachment = attachments.get(optimizer)
+            gradients = None if attachment is None else attachment.gradients
+            with contextlib.nullcontext() if gradients is None else block(gradients, *args, **kwargs):
+                return original(optimizer, *args, **kwargs)
 
-    return patched
+        return patched
 
-
-def finalize(original: Callable[..., Any]) -> Callable[..., Any]:
-    def patched(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        gradients = _gradients(optimizer)
-        with contextlib.nullcontext() if gradients is None else gradients.finalizing():
-            return original(optimizer, *args, **kwargs)
-
-    return patched
-
-
-def judge(original: Callable[..., Any]) -> Callable[..., Any]:
-    def patched(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        gradients = _gradients(optimizer)
-        with contextlib.nullcontext() if gradients is None else gradients.judging():
-            return original(optimizer, *args, **kwargs)
-
-    return patched
+    return patch
 
 
 PATCHES: dict[str, Patch] = {
-    stage3.PARTITION_GRADS: reduce,
-    stage3.FINALIZE: finalize,
-    stage3.HAS_OVERFLOW: judge,
+    stage3.PARTITION_GRADS: _within(HostGradients.reducing),
+    stage3.FINALIZE: _within(lambda gradients, *_args, **_kwargs: gradients.finalizing()),
+    stage3.HAS_OVERFLOW: _within(lambda gradients, *_args, **_kwargs: gradients.judging()),
 }

@@ -91,14 +91,14 @@ class HostGradients:
             self._masters[sub_group_id].hold()
 
     @contextlib.contextmanager
-    def reducing(self, parameters: Sequence[Any], partitions: Sequence[Tensor]) -> Iterator[None]:
-        """Within the block, DeepSpeed reduces ``partitions``, its parts of gradients on the device.
+    def reducing(self, params_to_release: Sequence[Any], grad_partitions: Sequence[Tensor]) -> Iterator[None]:
+        """Within the block, DeepSpeed reduces its parts of gradients on the device; the arguments are its own.
 
         It works on copies on the device, which go to the host when the block ends, behind what is queued on the current
         stream. Does not block, where what is accumulated is pinned.
         """
         state, accelerator = self._state, self._transfer.accelerator
-        sizes = {state.key(each): part.numel() for each, part in zip(parameters, partitions, strict=False)}
+        sizes = {state.key(each): part.numel() for each, part in zip(params_to_release, grad_partitions, strict=False)}
         on_device: dict[int, Tensor] = {}
         self._reducing = on_device
         try:
