@@ -12,6 +12,7 @@ from pathlib import Path
 import deepspeed
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
+from torch.utils.checkpoint import checkpoint
 
 from accelerators.simulated import SimulatedAccelerator
 from tests.zero3 import cpu_adam_build
@@ -39,9 +40,17 @@ class Model(torch.nn.Module):
         self.shift, self.gain = (torch.nn.Parameter(torch.ones(2, WIDTH)) for _ in range(2))
         self.scale = torch.nn.Parameter(torch.ones(1))
 
+    #: Whether the first layer is computed anew in backward: where it is used again, it is reduced twice there.
+    checkpoints = False
+
     def forward(self, values, used):
+        if self.checkpoints:
+            values.requires_grad_()
         for index in used:
-            values = torch.relu(self.layers[index](values)) + values
+            layer = self.layers[index]
+            again = self.checkpoints and index == used[0]
+            part = checkpoint(layer, values, use_reentrant=True) if again else layer(values)
+            values = torch.relu(part) + values
         return (values + self.shift) * self.gain * self.scale
 
 
@@ -56,6 +65,7 @@ class Run:
         deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
         torch.manual_seed(1)
         self.model = Model()
+        self.model.checkpoints = case.get("checkpoints", False)
         for index in case.get("frozen", ()):
             self.model.layers[index].requires_grad_(False)
         self.parameters = [each for each in self.model.parameters() if each.requires_grad]
@@ -65,12 +75,14 @@ class Run:
             others = [each for each in self.parameters if each.dim() != 2]
             groups = [{"params": weights}, {"params": others, "lr": 3e-3, "weight_decay": 0.0}]
         optimizer = DeepSpeedCPUAdam(groups, lr=1e-2, weight_decay=0.1)
+        if attached and case.get("install"):
+            zero3.install(DIRECT)
         self.engine = deepspeed.initialize(model=self.model, optimizer=optimizer, config=self.config())[0]
         self.zero = self.engine.optimizer
         for partition in self.zero.fp16_partitioned_groups_flat:
             if partition is not None and not case.get("on_host"):
                 self.simulated.adopt(partition)
-        if attached and not case.get("attach_at"):
+        if attached and not case.get("attach_at") and not case.get("install"):
             self.attach()
 
     def config(self):
@@ -143,6 +155,7 @@ class Run:
             real = [taken.memory is not None for taken in gradients._masters.values()]
             result |= {"real": sum(real), "lazy": len(real) - sum(real), "buffers": len(gradients._buffers)}
         self.engine.destroy()
+        zero3.uninstall()
         return result
 
 
@@ -236,6 +249,8 @@ def not_at_the_boundary(step, micro_step):
     return odd_windows(step, micro_step)
 
 
+#: DeepSpeed takes a parameter twice only where the bucket was reduced in between.
+SMALL_BUCKETS = {"reduce_bucket_size": 1000}
 OVERFLOWS = {"initial_scale_power": 20, "hysteresis": 1, "loss_scale_window": 3}
 #: Of each: how it trains, and how many sub-groups have a real gradient at its end: "all", or None without any of ours.
 CASES: dict[str, dict] = {
@@ -272,6 +287,19 @@ CASES: dict[str, dict] = {
         "managed": False,
         "do": {"backward": [look], "step": [look]},
     },
+    "reduced twice": {
+        "checkpoints": True,
+        "zero": SMALL_BUCKETS,
+        "used": lambda *_: (0, 1, 0, 2),
+        "do": {"backward": [look]},
+    },
+    "reduced twice, micro-steps": {
+        "checkpoints": True,
+        "zero": SMALL_BUCKETS,
+        "used": lambda step, micro_step: (0, 1, 0, 2) if micro_step != 1 or step % 2 else (3, 1),
+        "micro_steps": 3,
+        "do": {"backward": [look], "step": [look]},
+    },
     "steps without backward": {"do": {"step": [at(0, step_again), at(1, step_again), look]}, "micro_steps": 1},
     "set": {"do": {"backward": [at(1, set_full), at(2, set_local), at(3, update_vectorized), look], "step": [look]}},
     "set, micro-steps": {"do": {"backward": [at(1, set_full), look], "step": [look]}, "micro_steps": 2},
@@ -281,6 +309,7 @@ CASES: dict[str, dict] = {
     "attached between backward and step": {"attach_at": ("backward", 2, 0), "do": {"step": [look]}},
     "attached after a step": {"attach_at": ("step", 2, 0), "used": odd_windows, "do": {"step": [look]}},
     "attached again": {"do": {"backward": [at(2, reattach), look]}},
+    "installed": {"install": True, "micro_steps": 2},
     "detached": {"do": {"backward": [at(2, detach), look]}, "micro_steps": 2, "real": None},
     "checkpoint": {"do": {"backward": [at(2, save_and_load)], "step": [at(3, save_and_load)]}},
     "waits at once": {"transfer": {**DIRECT, "completion": "immediate"}, "real": None},
