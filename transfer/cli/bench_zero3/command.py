@@ -7,18 +7,30 @@ import contextlib
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...errors import StrategyUnavailableError
+from ..measuring.baselines import DEEPSPEED
 from ..measuring.options import add_common_options, choices, tell
 from ..measuring.quantities import count
 from ..measuring.ranks import launch, usable_cores
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 #: Options that the report repeats.
 _REPORTED = ("ranks", "layers", "hidden", "limit_seconds", "sub_groups", "batch", "sequence", "steps", "optimizer")
+#: Each row of the peers, in processes of their own.
+PEERS = {
+    DEEPSPEED: "ZeRO-3 with offload_optimizer on the host, as it is",
+    "default": "the same with this package",
+    "offload_param": "ZeRO-3 with offload_param on the host too",
+    "offload_param, default": "the same with this package",
+    "superoffload": "DeepSpeed's SuperOffload",
+    "fsdp2": "torch's FSDP2 with CPUOffloadPolicy(pin_memory=True), fp32 masters, bf16 compute and fused AdamW",
+}
+_CHOICES = ("offload_param", "superoffload", "fsdp2")
 _MOST_THREADS = 12  # more do not make DeepSpeed's CPU Adam faster
 
 
@@ -27,6 +39,11 @@ def main(arguments: Sequence[str]) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     options.strategies = _strategies(parser, options)
+    options.peers = list(_CHOICES if options.peers is None else options.peers)
+    if options.nvme is not None:
+        options.peers = []  # none of them is made for state in files here
+    for name in set(options.peers) - set(_CHOICES):
+        parser.error(f"argument --peers: {name} is none of {', '.join(_CHOICES)}")
     options.layers, options.hidden = _shape(parser, options)
     if options.threads is None:
         options.threads = max(1, min(_MOST_THREADS, usable_cores() // options.ranks))
@@ -37,7 +54,11 @@ def main(arguments: Sequence[str]) -> int:
         if options.optimizer == "cpu_adam":
             _compile_cpu_adam()
         worker = "transfer.cli.bench_zero3.worker:measure"
-        measured = launch(worker, vars(options), options.ranks, threads=options.threads, deepspeed=True)
+        began = time.monotonic()
+        limit = options.limit_seconds
+        own = {**vars(options), "limit_seconds": limit / 2 if limit and options.peers else limit}
+        measured = launch(worker, own, options.ranks, threads=options.threads, deepspeed=True)
+        peers = _peers({**vars(options), "limit_seconds": limit and max(1, limit - (time.monotonic() - began))})
     from .report import page_lock, show, with_figures
 
     report = {
@@ -48,9 +69,27 @@ def main(arguments: Sequence[str]) -> int:
         **measured,
         "page_lock": page_lock(measured),
         "measurements": list(with_figures(measured["measurements"])),
+        "peers": peers["measurements"],
+        "not_run": [*measured["not_run"], *peers["not_run"]],
     }
     tell(report, options, show)
-    return 0 if all(one["right_bits"] is not False for one in report["measurements"]) else 1
+    return 0 if all(one["right_bits"] is not False for one in report["measurements"] + report["peers"]) else 1
+
+
+def _peers(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Measures what a user would pick instead, beside DeepSpeed and this package, in processes of their own."""
+    if not options["peers"]:
+        return {"measurements": [], "not_run": []}
+    from ..measuring.progress import progress
+    from .peer_report import with_figures
+    from .turns import take_turns
+
+    asked = [name for name in PEERS if name.partition(",")[0] in (DEEPSPEED, "default", *options["peers"])]
+    with progress((options["steps"] + 1) * len(asked), visible=True) as advance:
+        results, failed = take_turns("transfer.cli.bench_zero3.peers:measure", options, asked, advance)
+    unable = [{"variant": name, "reason": one["reason"]} for name, one in results.items() if "reason" in one]
+    ran = {name: results[name] for name in asked if "reason" not in results.get(name, {"reason": ""})}
+    return {"measurements": list(with_figures(ran)), "not_run": [*failed, *unable]}
 
 
 def _strategies(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[str]:
@@ -120,7 +159,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="h2d bench zero3",
         description="Trains a transformer on random tokens under ZeRO-3 with its optimizer on the host, and measures "
-        "optimizer steps and whole iterations with every copy-back, step by step in turn.",
+        "optimizer steps and whole iterations with every copy-back, step by step in turn. Then peers train the same "
+        "model in processes of their own, which are alive at once and take turns, one iteration each: "
+        + "; ".join(f"{name}: {what}" for name, what in PEERS.items())
+        + ". Model, tokens, batch, sequence, threads, learning rate and the norm that gradients are clipped to are "
+        "equal.",
         epilog="Exit status: 0; 1 where a variant left wrong bits or the work failed; 2 where the arguments are wrong.",
     )
     add_common_options(parser, strategies=True)
@@ -130,7 +173,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--hidden", type=count, metavar="N", help="width of each layer, a multiple of 64")
     add("--sub-groups", type=count, default=4, metavar="N", help="on each rank, at most (default 4)")
     add("--steps", type=count, default=12, metavar="N", help="of each variant (default 12)")
-    limit = "make no more steps of each than fit in so long"
+    peers = (
+        "only these of offload_param, superoffload and fsdp2, or without a name none; default: all, or none with --nvme"
+    )
+    add("--peers", nargs="*", metavar="NAME", help=peers)
+    limit = "of the whole: make no more steps of each than fit in so long"
     add("--limit", type=count, metavar="SECONDS", dest="limit_seconds", help=limit)
     add("--batch", type=count, default=1, metavar="N", help="sequences on each rank (default 1)")
     add("--sequence", type=count, default=512, metavar="N", help="tokens in each (default 512)")

@@ -13,9 +13,14 @@ from ...config_file import resolve_config
 from ...interface import HostToDeviceTransfer
 from ...registry import get_strategy
 from ...routing import build_transfer
+from ...zero3.attachments import attachments
 from ...zero3.stage3 import COPY_BACK, Stage3
 from ..measuring.baselines import DEEPSPEED, NO_COPY_BACK, RING, RING_CONFIG
 from .on_nvme import masters
+from .phases import Phases
+
+#: Ends the name of a variant whose gradients go to the host as DeepSpeed sends them.
+NO_STREAM = ", no stream"
 
 
 @dataclass
@@ -28,8 +33,7 @@ class Variant:
     page_locked_bytes: int = 0  #: What attaching it page-locks in place, of this rank's masters.
     selected: str | None = None  #: The strategy that has copied the first sub-group.
     attach_seconds: float | None = None  #: Of the first attach, which includes page-locking.
-    step_seconds: list[float] = field(default_factory=list)
-    iteration_seconds: list[float] = field(default_factory=list)
+    phases: list[Phases] = field(default_factory=list)
     memory_rises: list[int] = field(default_factory=list)
     right_bits: bool = True
 
@@ -50,6 +54,9 @@ class Variant:
             if self.transfer is not None:
                 zero3.attach(engine, self.transfer)
                 undoing.callback(zero3.detach, engine)
+                attachment = attachments.get(engine.optimizer)
+                if self.name.endswith(NO_STREAM) and attachment is not None:
+                    attachment.give_gradients_back()
             elif not self.copies:
                 setattr(engine.optimizer, COPY_BACK, Stage3(engine.optimizer).unflatten)
                 undoing.callback(delattr, engine.optimizer, COPY_BACK)  # the class's own is found again
@@ -66,7 +73,9 @@ def make_variants(options: Mapping[str, Any], accelerator: Any) -> list[Variant]
         for completion in ("immediate", "deferred"):
             config = {"strategy": strategy, strategy: given.section(strategy), "fallback": False}
             configs[f"{strategy}, {completion}"] = TransferConfig(**config, completion=completion)
+        configs[strategy + NO_STREAM] = TransferConfig(**config, completion="deferred")
     configs["default"] = TransferConfig()
+    configs["default" + NO_STREAM] = TransferConfig()
     configs |= {f"default, verify: {mode}": TransferConfig(verify=mode) for mode in options["verify"]}
     if options["config"] is not None:
         configs["configured"] = given
