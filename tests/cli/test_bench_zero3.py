@@ -294,5 +294,5 @@ def test_tables_fit_into_80_columns(capsys):
     )
     tables = capsys.readouterr().out.partition("page-locking")[0]
     assert max(map(len, tables.splitlines())) <= 80
-    assert tables.count("configured (pinned_staged)") == tables.count("pinned_direct, immediate") == 2
+    assert tables.count("configured (pinned_staged)") == tables.count("pinned_direct, immediate") == 3
     assert "page-locking" not in tables

@@ -15,14 +15,21 @@ from .phases import Phases
 _PAIRS = 12  #: With fewer, quartiles say little.
 #: What has the same bits without this package.
 _ALONE = {"default": DEEPSPEED, "offload_param, default": "offload_param"}
+
+
+def _seconds_text(value: float) -> str:
+    """Three digits behind the point, or in all."""
+    return f"{value:.3f}" if value < 10 else f"{value:.3g}"
+
+
 _gibibytes = number(".2f", scale=2**-30)
 
 _COLUMNS = (
     Column("peer", "variant"),
-    Column("for-\nward s", "median_forward_seconds", number(".3f")),
-    Column("back-\nward s", "median_backward_seconds", number(".3f")),
-    Column("step\ns", "median_step_seconds", number(".3f")),
-    Column("whole\ns", "median_iteration_seconds", number(".3f")),
+    Column("for-\nward s", "median_forward_seconds", _seconds_text),
+    Column("back-\nward s", "median_backward_seconds", _seconds_text),
+    Column("step\ns", "median_step_seconds", _seconds_text),
+    Column("whole\ns", "median_iteration_seconds", _seconds_text),
     Column("times\nDeep-\nSpeed", "times_deepspeed", times),
     Column("peak\nGiB", "peak_bytes", _gibibytes),
     Column("bytes\na par.", "bytes_a_parameter", number(".1f")),

@@ -88,6 +88,9 @@ _ITERATIONS = (
         times,
         lambda row: median_ratio(row.iterations[DEEPSPEED], row.iteration),
     ),
+)
+_MEMORY = (
+    Column("copy-back", "name"),
     Column("pinned\nMiB", "pinned_bytes", mebibytes),
     Column("locked\nMiB", "page_locked_bytes", mebibytes),
     Column("device\nMiB", "device_bytes", mebibytes, _Row.device_bytes),
@@ -111,7 +114,7 @@ def with_figures(measurements: Sequence[Mapping[str, Any]]) -> Iterator[dict[str
     for one in measurements:
         row = _Row(one, steps, iterations, rises[DEEPSPEED])
         own = {"step_seconds": row.step, "iteration_seconds": row.iteration}
-        yield {**one, **own, "figures": figures((*_STEPS, *_ITERATIONS), row)}
+        yield {**one, **own, "figures": figures((*_STEPS, *_ITERATIONS, *_MEMORY), row)}
 
 
 def page_lock(measured: Mapping[str, Any]) -> dict[str, Any]:
@@ -134,7 +137,8 @@ def show(report: Mapping[str, Any]) -> None:
     )
     rows = [{**one, "name": _name(one)} for one in report["measurements"]]
     out.print(make_table("optimizer steps", _STEPS, [rows]))
-    out.print(make_table("whole iterations, and memory", _ITERATIONS, [rows]))
+    out.print(make_table("whole iterations", _ITERATIONS, [rows]))
+    out.print(make_table("memory", _MEMORY, [rows]))
     if report["peers"]:
         show_peers(out, report["peers"])
     for entry in report["not_run"]:
