@@ -162,7 +162,7 @@ def _parser() -> argparse.ArgumentParser:
         "optimizer steps and whole iterations with every copy-back, step by step in turn. Then peers train the same "
         "model in processes of their own, which are alive at once and take turns, one iteration each: "
         + "; ".join(f"{name}: {what}" for name, what in PEERS.items())
-        + ". Model, tokens, batch, sequence, threads, learning rate and the norm that gradients are clipped to are "
+        + ". Model, batch, sequence, threads, learning rate and the norm that gradients are clipped to are "
         "equal.",
         epilog="Exit status: 0; 1 where a variant left wrong bits or the work failed; 2 where the arguments are wrong.",
     )

@@ -1,6 +1,7 @@
 """What a user would pick instead, each in processes of its own: a worker for ``turns.take_turns``.
 
-Equal among them are the model and its first values, the tokens, threads, the optimizer's settings and the clipping.
+Equal among them are the model, batch, sequence, threads, the optimizer's settings and the clipping. Those of DeepSpeed
+have the same first values and tokens too.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def measure(options: Mapping[str, Any], ranks: Ranks) -> dict[str, Any]:
     while turns.next():
         phases.append(timed(training.forward, training.backward, training.step, ranks, accelerator))
         turns.done()
-    own = {**_resident(), "before": before, "pinned": _pinned()}
+    own = {**_resident(), "before": before, "pinned": _pinned(accelerator)}
     result = {
         "phases_by_rank": ranks.gather([list(each) for each in phases]),
         "digests": ranks.gather(digest),
@@ -123,7 +124,7 @@ def _fsdp2(options: Mapping[str, Any], accelerator: Any) -> _Training:
         raise StrategyUnavailableError("This version of torch has no FSDP2 (fully_shard).") from None
     from torch.distributed.device_mesh import init_device_mesh
 
-    kind = "cpu" if accelerator.name in ("cpu", "simulated") else accelerator.device.type
+    kind = "cpu" if accelerator.name in ("cpu", "simulated") else accelerator.name
     rank = int(os.environ["LOCAL_RANK"])
     offload: dict[str, Any] = {}
     note: str | None = "plain FSDP2 on the CPU, as there is no device to offload from"
@@ -164,10 +165,8 @@ def _resident() -> dict[str, int]:
     return {"now": now, "peak": peak}
 
 
-def _pinned() -> int | None:
+def _pinned(accelerator: Any) -> int | None:
     """Bytes that torch's allocator of pinned memory holds; None where it does not say."""
-    if not torch.cuda.is_available() or not hasattr(torch.cuda, "host_memory_stats"):
-        return None
-    found = torch.cuda.host_memory_stats()
-    value = found.get("allocated_bytes.current")
+    stats = getattr(getattr(torch, accelerator.name, None), "host_memory_stats", None)
+    value = None if stats is None else stats().get("allocated_bytes.current")
     return None if value is None else int(value)
