@@ -26,7 +26,6 @@ def watched():
         "config": None,
         "nvme": None,
         "nvme_pipeline": False,
-        "verify_every_step": False,
         "verify": [],
         "limit_seconds": None,
         "strategies": ["copies_nothing", "pageable", "pinned_direct", "refusing", "wrong_in_one_bit"],
@@ -55,7 +54,7 @@ def report(watched, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_every_copy_back_takes_its_steps_on_two_ranks(report):
-    assert report["schema_version"] == 2
+    assert report["schema_version"] == 3
     assert report["ranks"] == 2
     variants = {one["variant"]: one for one in report["measurements"]}
     assert list(variants)[:3] == ["deepspeed", "no copy-back", "ring 2 x 2^26"]
@@ -144,6 +143,8 @@ def test_figures_are_those_of_the_raw_seconds():
         return {
             "variant": variant,
             "step_seconds_by_rank": steps,
+            "forward_seconds_by_rank": [[0.25] * len(seconds) for seconds in steps],
+            "backward_seconds_by_rank": [[0.75] * len(seconds) for seconds in steps],
             "iteration_seconds_by_rank": [[1 + second for second in seconds] for seconds in steps],
             "memory_rise_bytes": rise,
             "scratch_bytes": scratch,
@@ -160,6 +161,8 @@ def test_figures_are_those_of_the_raw_seconds():
     assert fast["iteration_seconds"] == [3.0, 4.0, 5.0]
     assert fast["figures"] == {
         "median_step_seconds": 3.0,
+        "median_forward_seconds": 0.25,
+        "median_backward_seconds": 0.75,
         "median_iteration_seconds": 4.0,
         "spread_percent": pytest.approx(100 / 3),
         "times_deepspeed": 2.0,  # of 4/2, 9/3 and 6/4
@@ -176,6 +179,8 @@ def test_figures_are_those_of_the_raw_seconds():
 def test_memory_that_is_unknown_is_not_made_up():
     one = {
         "step_seconds_by_rank": [[1.0]],
+        "forward_seconds_by_rank": [[0.5]],
+        "backward_seconds_by_rank": [[0.5]],
         "iteration_seconds_by_rank": [[2.0]],
         "memory_rise_bytes": None,
         "scratch_bytes": 3,
@@ -200,6 +205,7 @@ def test_a_model_has_about_the_parameters_asked_for(wanted):
         (["--layers", "2", "--hidden", "100"], "expected a multiple of 64, not 100"),
         (["--layers", "2", "--hidden", "64", "--parameters", "1e6"], "either --parameters or"),
         (["--optimizer", "sgd"], "invalid choice"),
+        (["--peers", "fsdp"], "fsdp is none of offload_param, superoffload, fsdp2"),
         (["--strategies", "pinned_stage"], "pinned_staged"),
     ],
 )
@@ -238,7 +244,7 @@ def test_a_limit_ends_the_measurement_with_what_fits(monkeypatch, steps, limit, 
 
     class Bench(zero3_worker._Bench):
         def __init__(self):
-            self.options = {"steps": steps, "limit_seconds": limit, "verify_every_step": False}
+            self.options = {"steps": steps, "limit_seconds": limit}
             self.ranks = Ranks()
 
         def round(self, number, checked, advance):
@@ -263,6 +269,8 @@ def test_tables_fit_into_80_columns(capsys):
         "scratch_bytes": 7,
         "memory_rise_bytes": 123 * 2**30,
         "step_seconds_by_rank": [[100.0, 200.0]],
+        "forward_seconds_by_rank": [[50.0, 50.0]],
+        "backward_seconds_by_rank": [[50.0, 50.0]],
         "iteration_seconds_by_rank": [[200.0, 300.0]],
     }
     hardware = {"accelerator": "cuda", "device": "", "cpu": "Acme", "cores": 1, "threads": 1, "torch": "2", "date": "x"}
@@ -278,11 +286,12 @@ def test_tables_fit_into_80_columns(capsys):
             "nvme": None,
             "engine": engine,
             "measurements": measurements,
+            "peers": [],
             "page_lock": {"seconds": [1.0], "seconds_per_gib": 1.0},
             "not_run": [],
         }
     )
     tables = capsys.readouterr().out.partition("page-locking")[0]
     assert max(map(len, tables.splitlines())) <= 80
-    assert tables.count("configured (pinned_staged)") == tables.count("pinned_direct, immediate") == 2
+    assert tables.count("configured (pinned_staged)") == tables.count("pinned_direct, immediate") == 3
     assert "page-locking" not in tables

@@ -55,7 +55,6 @@ def test_wrong_bits_are_seen_although_the_masters_are_in_files(tmp_path):
         "config": None,
         "nvme": str(tmp_path),
         "nvme_pipeline": False,
-        "verify_every_step": False,
         "verify": [],
         "limit_seconds": None,
         "strategies": ["copies_nothing", "pageable", "refusing", "wrong_in_one_bit"],

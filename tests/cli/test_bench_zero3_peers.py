@@ -1,88 +1,84 @@
-"""``h2d bench zero3 --peers``: what a user may pick instead, in processes that take turns."""
+"""The peers of ``h2d bench zero3``: processes that take turns, and the figures made of their seconds."""
 
 import json
-import time
 
 import pytest
 
-from transfer import cli
-from transfer.cli.bench_zero3 import command, peers
-from transfer.cli.measuring.ranks import RanksFailedError
-
-TINY = ["--accelerator", "simulated", "--layers", "1", "--hidden", "64", "--sequence", "8", "--optimizer", "adamw"]
+from tests.running import run_python
+from transfer.cli.bench_zero3.peer_report import quartiles, show_peers, with_figures
+from transfer.cli.measuring.report import console
 
 
-def round_of(forward, backward, step, host_bytes=700):
-    return {"seconds": {"forward": forward, "backward": backward, "step": step}, "host_bytes": host_bytes}
+def measured(phases, *, digest="a", now=300, before=100, pinned=None):
+    """Of two ranks, of which the second is as fast or faster in each phase."""
+    host = {"now": now, "before": before, "peak": 400, "pinned": pinned}
+    return {
+        "phases_by_rank": [phases, [[each / 2 for each in one] for one in phases]],
+        "digests": [digest, digest],
+        "host_bytes_by_rank": [host, host],
+        "parameters": 50,
+        "note": None,
+    }
 
 
-MEASURED = {
-    "parameters": 100,
-    "peers": {
-        "deepspeed": [round_of([1, 1, 1], [2, 2, 2], [3, 7, 5]), round_of([1, 1, 1], [2, 2, 2], [8, 9, 10])],
-        "fsdp2": [round_of([1, 1, 1], [1, 1, 1], [2, 2, 2], 500), round_of([1, 1, 1], [1, 1, 1], [2, 2, 4], 700)],
-    },
-}
+def test_figures_are_those_of_the_raw_seconds():
+    deepspeed, ours = with_figures(
+        {
+            "deepspeed": measured([[1.0, 2.0, 3.0], [1.0, 2.0, 5.0], [1.0, 2.0, 9.0]]),
+            "default": measured([[1.0, 1.0, 1.0], [1.0, 1.0, 2.0], [1.0, 1.0, 1.0]], digest="b", pinned=7),
+        }
+    )
+    assert ours["iteration_seconds"] == [3.0, 4.0, 3.0]
+    assert ours["figures"] == {
+        "median_forward_seconds": 1.0,
+        "median_backward_seconds": 1.0,
+        "median_step_seconds": 1.0,
+        "median_iteration_seconds": 3.0,
+        "iteration_quartiles": (3.0, 3.5),
+        "times_deepspeed": 2.0,  # of 6/3, 8/4 and 12/3
+        "peak_bytes": 800,
+        "pinned_bytes": 14,
+        "bytes_a_parameter": 8.0,  # of 2 * 200 bytes and 50 parameters
+    }
+    assert deepspeed["figures"]["pinned_bytes"] is None
+    assert (deepspeed["right_bits"], ours["right_bits"]) == (None, False)
 
 
-def test_figures_by_hand():
-    deepspeed, fsdp2 = peers.with_figures(MEASURED, ranks=2)
-    # Iterations of 6, 10, 8 seconds and of 11, 12, 13; and of 4, 4, 4 and 4, 4, 6.
-    assert deepspeed["figures"]["iteration"] == 10.5
-    assert deepspeed["figures"]["quartiles"] == [8.5, 10.5, 11.75]
-    assert deepspeed["figures"]["spread_percent"] == pytest.approx(100 * 3.25 / 10.5)
-    assert deepspeed["figures"]["times_deepspeed"] == 1
-    assert [deepspeed["figures"][phase] for phase in ("forward", "backward", "step")] == [1, 2, 7.5]
-    assert fsdp2["figures"]["times_deepspeed"] == (8 / 4 + 12 / 4) / 2, "medians of rounds, round by round"
-    assert fsdp2["figures"]["host_bytes_per_parameter"] == 2 * 600 / 100
+def test_peers_of_others_are_not_compared_bit_for_bit():
+    peers = {name: measured([[1.0, 1.0, 1.0]], digest=name) for name in ("deepspeed", "offload_param", "fsdp2")}
+    peers["offload_param, default"] = measured([[1.0, 1.0, 1.0]], digest="offload_param")
+    verdicts = {one["variant"]: one["right_bits"] for one in with_figures(peers)}
+    assert verdicts == {"deepspeed": None, "offload_param": None, "fsdp2": None, "offload_param, default": True}
 
 
-def test_without_deepspeed_there_are_no_ratios():
-    (only,) = peers.with_figures({"parameters": 1, "peers": {"fsdp2": MEASURED["peers"]["fsdp2"]}}, ranks=1)
-    assert only["figures"]["times_deepspeed"] is None
+def test_quartiles():
+    assert quartiles([4.0, 1.0, 3.0, 2.0, 5.0]) == (2.0, 4.0)
+    assert quartiles([4.0]) == (4.0, 4.0)
 
 
-def test_a_peer_that_cannot_run_is_left_out_of_later_rounds(monkeypatch, capsys):
-    asked = []
-
-    def launch(worker, options, ranks, **how):
-        asked.append(options["peer"])
-        if options["peer"] == "superoffload":
-            raise RanksFailedError("no such device")
-        return {"hardware": None, "parameters": 100, **round_of([1], [1], [1])}
-
-    monkeypatch.setattr(peers, "launch", launch)
-    arguments = ["bench", "zero3", *TINY, "--rounds", "2", "--json", "--peers", "deepspeed", "superoffload"]
-    assert cli.main(arguments) == 0
-    assert asked == ["deepspeed", "superoffload", "deepspeed"]
-    printed = capsys.readouterr()
-    report = json.loads(printed.out)
-    assert report["not_run"] == [{"peer": "superoffload", "reason": "no such device"}]
-    assert [len(one["rounds"]) for one in report["peers"]] == [2]
-    assert "round 2 of 2: deepspeed" in printed.err
-
-
-def test_rounds_end_with_the_limit(monkeypatch, capsys):
-    clock = iter(range(0, 1000, 10))
-    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
-    one = {"hardware": None, "parameters": 100, **round_of([1], [1], [1])}
-    monkeypatch.setattr(peers, "launch", lambda *given, **how: one)
-    arguments = ["bench", "zero3", *TINY, "--rounds", "9", "--limit", "25", "--json", "--peers", "deepspeed"]
-    assert cli.main(arguments) == 0
-    assert len(json.loads(capsys.readouterr().out)["peers"][0]["rounds"]) == 2, "a third would end after 30 s"
-
-
-def test_every_peer_has_a_name_on_the_command_line():
-    assert tuple(peers.PEERS) == command._PEERS
+def test_the_table_fits_into_80_columns(capsys):
+    one = measured([[100.0, 100.0, 100.0]], now=1000)
+    show_peers(console(), list(with_figures({"deepspeed": one, "offload_param, default": one})))
+    table = capsys.readouterr().out.partition("Peers:")[0]
+    assert max(map(len, table.splitlines())) <= 80
+    assert "offload_param, default " in table
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_real_training(capsys):
-    names = ["deepspeed", "default", "offload_param, default", "fsdp2"]
-    assert cli.main(["bench", "zero3", *TINY, "--steps", "2", "--rounds", "1", "--peers", *names]) == 0
-    table = capsys.readouterr().out
-    for name in names:
-        assert f"\n{name} " in table
-    assert "not run" not in table
-    assert max(len(line.rstrip()) for line in table.splitlines() if "Medians" not in line and "cores" not in line) <= 80
+def test_processes_take_turns_and_have_the_same_bits():
+    done = run_python(
+        *("-m", "transfer.cli", "bench", "zero3", "--accelerator", "simulated", "--layers", 1, "--hidden", 64),
+        *("--sequence", 8, "--sub-groups", 3, "--steps", 2, "--threads", 1, "--optimizer", "adamw", "--strategies"),
+        *("--peers", "fsdp2", "superoffload", "--json"),
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    report = json.loads(done.stdout)
+    peers = {one["variant"]: one for one in report["peers"]}
+    assert list(peers) == ["deepspeed", "default", "fsdp2"]
+    assert peers["default"]["right_bits"] is True
+    assert {len(one["iteration_seconds"]) for one in peers.values()} == {2}
+    assert len({one["parameters"] for one in peers.values()}) == 1
+    assert peers["fsdp2"]["note"].startswith("plain FSDP2 on the CPU")
+    (refused,) = report["not_run"]
+    assert refused == {"variant": "superoffload", "reason": "DeepSpeed's SuperOffload runs on CUDA alone."}

@@ -7,22 +7,30 @@ import contextlib
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...errors import StrategyUnavailableError
+from ..measuring.baselines import DEEPSPEED
 from ..measuring.options import add_common_options, choices, tell
 from ..measuring.quantities import count
 from ..measuring.ranks import launch, usable_cores
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 #: Options that the report repeats.
 _REPORTED = ("ranks", "layers", "hidden", "limit_seconds", "sub_groups", "batch", "sequence", "steps", "optimizer")
-_PEERS = ("deepspeed", "default", "offload_param", "offload_param, default", "superoffload", "fsdp2")
-_WHAT_PEERS_DO = (
-    "instead, measure forward, backward and step of these, which take turns as processes; without a name all of them"
-)
+#: Each row of the peers, in processes of their own.
+PEERS = {
+    DEEPSPEED: "ZeRO-3 with offload_optimizer on the host, as it is",
+    "default": "the same with this package",
+    "offload_param": "ZeRO-3 with offload_param on the host too",
+    "offload_param, default": "the same with this package",
+    "superoffload": "DeepSpeed's SuperOffload",
+    "fsdp2": "torch's FSDP2 with CPUOffloadPolicy(pin_memory=True), fp32 masters, bf16 compute and fused AdamW",
+}
+_CHOICES = ("offload_param", "superoffload", "fsdp2")
 _MOST_THREADS = 12  # more do not make DeepSpeed's CPU Adam faster
 
 
@@ -31,6 +39,11 @@ def main(arguments: Sequence[str]) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     options.strategies = _strategies(parser, options)
+    options.peers = list(_CHOICES) if options.peers == [] else options.peers or []
+    if options.peers and options.nvme is not None:
+        parser.error("--peers have their state in memory: it does not go with --nvme DIR")
+    for name in set(options.peers) - set(_CHOICES):
+        parser.error(f"argument --peers: {name} is none of {', '.join(_CHOICES)}")
     options.layers, options.hidden = _shape(parser, options)
     if options.threads is None:
         options.threads = max(1, min(_MOST_THREADS, usable_cores() // options.ranks))
@@ -40,35 +53,43 @@ def main(arguments: Sequence[str]) -> int:
             options.nvme, nvme = _swap_files(options, cleaning)
         if options.optimizer == "cpu_adam":
             _compile_cpu_adam()
-        if options.peers is not None:
-            return _compare_peers(options)
         worker = "transfer.cli.bench_zero3.worker:measure"
-        measured = launch(worker, vars(options), options.ranks, threads=options.threads, deepspeed=True)
+        began = time.monotonic()
+        limit = options.limit_seconds
+        own = {**vars(options), "limit_seconds": limit / 2 if limit and options.peers else limit}
+        measured = launch(worker, own, options.ranks, threads=options.threads, deepspeed=True)
+        peers = _peers({**vars(options), "limit_seconds": limit and max(1, limit - (time.monotonic() - began))})
     from .report import page_lock, show, with_figures
 
     report = {
         "schema_version": SCHEMA_VERSION,
         "command": "bench zero3",
-        **{name: getattr(options, name) for name in (*_REPORTED, "verify_every_step")},
+        **{name: getattr(options, name) for name in _REPORTED},
         "nvme": nvme,
         **measured,
         "page_lock": page_lock(measured),
         "measurements": list(with_figures(measured["measurements"])),
+        "peers": peers["measurements"],
+        "not_run": [*measured["not_run"], *peers["not_run"]],
     }
     tell(report, options, show)
-    return 0 if all(one["right_bits"] is not False for one in report["measurements"]) else 1
+    return 0 if all(one["right_bits"] is not False for one in report["measurements"] + report["peers"]) else 1
 
 
-def _compare_peers(options: argparse.Namespace) -> int:
-    from . import peers
+def _peers(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Measures what a user would pick instead, beside DeepSpeed and this package, in processes of their own."""
+    if not options["peers"]:
+        return {"measurements": [], "not_run": []}
+    from ..measuring.progress import progress
+    from .peer_report import with_figures
+    from .turns import take_turns
 
-    names = list(options.peers or peers.PEERS)
-    found = peers.compare(vars(options), names)
-    measured = list(peers.with_figures(found, options.ranks))
-    asked = {name: getattr(options, name) for name in (*_REPORTED, "rounds")}
-    report = {"schema_version": SCHEMA_VERSION, "command": "bench zero3", **asked, **found, "peers": measured}
-    tell(report, options, peers.show)
-    return 0 if measured else 1
+    asked = [name for name in PEERS if name.partition(",")[0] in (DEEPSPEED, "default", *options["peers"])]
+    with progress((options["steps"] + 1) * len(asked), visible=True) as advance:
+        results, failed = take_turns("transfer.cli.bench_zero3.peers:measure", options, asked, advance)
+    unable = [{"variant": name, "reason": one["reason"]} for name, one in results.items() if "reason" in one]
+    ran = {name: results[name] for name in asked if "reason" not in results.get(name, {"reason": ""})}
+    return {"measurements": list(with_figures(ran)), "not_run": [*failed, *unable]}
 
 
 def _strategies(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[str]:
@@ -138,7 +159,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="h2d bench zero3",
         description="Trains a transformer on random tokens under ZeRO-3 with its optimizer on the host, and measures "
-        "optimizer steps and whole iterations with every copy-back, step by step in turn.",
+        "optimizer steps and whole iterations with every copy-back, step by step in turn. With --peers others train "
+        "the same model in processes of their own, which are alive at once and take turns, one iteration each: "
+        + "; ".join(f"{name}: {what}" for name, what in PEERS.items())
+        + ". Model, batch, sequence, threads, learning rate and the norm that gradients are clipped to are "
+        "equal.",
         epilog="Exit status: 0; 1 where a variant left wrong bits or the work failed; 2 where the arguments are wrong.",
     )
     add_common_options(parser, strategies=True)
@@ -148,7 +173,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--hidden", type=count, metavar="N", help="width of each layer, a multiple of 64")
     add("--sub-groups", type=count, default=4, metavar="N", help="on each rank, at most (default 4)")
     add("--steps", type=count, default=12, metavar="N", help="of each variant (default 12)")
-    limit = "make no more steps of each than fit in so long"
+    peers = (
+        f"also these of {', '.join(_CHOICES)}, or without a name all, beside DeepSpeed and this package; all are alive "
+        "at once, so each needs its host memory: some 20 bytes a parameter"
+    )
+    add("--peers", nargs="*", metavar="NAME", help=peers)
+    limit = "of the whole: make no more steps of each than fit in so long"
     add("--limit", type=count, metavar="SECONDS", dest="limit_seconds", help=limit)
     add("--batch", type=count, default=1, metavar="N", help="sequences on each rank (default 1)")
     add("--sequence", type=count, default=512, metavar="N", help="tokens in each (default 512)")
@@ -161,10 +191,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--nvme", metavar="DIR", help=nvme)
     pipeline = "with --nvme: pipeline_read and pipeline_write, and 12 swap buffers in place of 5"
     add("--nvme-pipeline", action="store_true", help=pipeline)
-    add("--peers", nargs="*", metavar="NAME", choices=_PEERS, help=f"{_WHAT_PEERS_DO}: {', '.join(_PEERS)}")
-    add("--rounds", type=count, default=3, metavar="N", help="with --peers: processes of each (default 3)")
     verify = "also the default with this `verify`, so that the two can be compared"
     add("--verify", choices=("sample", "full"), nargs="+", default=[], help=verify)
-    every = "compare bits after every step, not only after the first and the last"
-    add("--verify-every-step", action="store_true", help=every)
     return parser

@@ -15,6 +15,10 @@ from ...zero3.stage3 import Stage3
 from .on_nvme import check_lock_limit, check_swapped, offload_section, sources
 from .transformer import Transformer
 
+#: Of every engine and peer that is measured.
+LEARNING_RATE = 1e-5
+CLIPPING_NORM = 1.0  # DeepSpeed's default
+
 
 def start_deepspeed(accelerator: Any) -> None:
     """Lets DeepSpeed use ``accelerator``, this rank's device of it, and a process group of its kind.
@@ -49,11 +53,14 @@ def make_engine(options: Mapping[str, Any], accelerator: Any) -> Any:
     """
     import deepspeed
 
-    more = dict(options.get("zero", {}))
-    offload = {**offload_section(options), **more.pop("offload_optimizer", {})}
-    zero: dict[str, Any] = {"stage": 3, "offload_optimizer": offload, **more}
+    zero: dict[str, Any] = {"stage": 3, "offload_optimizer": offload_section(options)}
+    if options.get("offload_param"):
+        zero["offload_param"] = {"device": "cpu", "pin_memory": True}
+    if options.get("super_offload"):
+        zero["offload_optimizer"]["super_offload"] = True
     config = {
         "train_micro_batch_size_per_gpu": options["batch"],
+        "gradient_clipping": CLIPPING_NORM,
         "bf16": {"enabled": True},
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": zero,
@@ -70,12 +77,12 @@ def make_engine(options: Mapping[str, Any], accelerator: Any) -> Any:
     optimizer_class: Any = torch.optim.AdamW
     if options["optimizer"] == "cpu_adam":
         optimizer_class = deepspeed.ops.adam.DeepSpeedCPUAdam
-    optimizer = optimizer_class(parameters, lr=options.get("learning_rate", 1e-5))
+    optimizer = optimizer_class(parameters, lr=options.get("learning_rate", LEARNING_RATE))
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
     if options["nvme"] is not None:
         check_swapped(engine.optimizer)
     if hasattr(accelerator, "adopt"):  # simulated: DeepSpeed took host memory for the device's
-        for partition in () if "offload_param" in zero else engine.optimizer.fp16_partitioned_groups_flat:
+        for partition in engine.optimizer.fp16_partitioned_groups_flat:
             accelerator.adopt(partition)
     return engine
 

@@ -1,251 +1,172 @@
-"""``h2d bench zero3 --peers``: whole iterations of what a user may pick instead, each in processes of its own.
+"""What a user would pick instead, each in processes of its own: a worker for ``turns.take_turns``.
 
-All train the same model on the same tokens, with the same threads, and clip gradients to a norm of 1, which is
-DeepSpeed's default. They take turns as processes: a round has one of each.
+Equal among them are the model, batch, sequence, threads, the optimizer's settings and the clipping. Those of DeepSpeed
+have the same first values and tokens too.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
-import statistics
+import resource
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
+from ... import zero3
 from ...accelerator_choice import AcceleratorChoice
+from ...config_file import resolve_config
 from ...errors import StrategyUnavailableError
-from ..measuring.hardware import describe
-from ..measuring.ranks import Ranks, RanksFailedError, launch
-from ..measuring.report import (
-    Column,
-    console,
-    hardware_line,
-    legend,
-    make_table,
-    number,
-    plural,
-    say,
-    spread_percent,
-    times,
-)
-from .engine import make_engine, start_deepspeed
+from ..measuring.ranks import Ranks
+from .engine import CLIPPING_NORM, LEARNING_RATE, make_engine, start_deepspeed
+from .on_nvme import masters
+from .phases import Phases, timed
 from .transformer import VOCABULARY, Transformer
+from .turns import Turns
 
-_OFFLOAD_PARAM = {"offload_param": {"device": "cpu", "pin_memory": True}}
-#: What each is, and what it adds to the section ``zero_optimization``; None for what is no DeepSpeed.
-PEERS: dict[str, tuple[str, dict[str, Any] | None]] = {
-    "deepspeed": ("DeepSpeed as it is", {}),
-    "default": ("DeepSpeed with this package", {}),
-    "offload_param": ("DeepSpeed whose parameters are offloaded too", _OFFLOAD_PARAM),
-    "offload_param, default": ("the same with this package", _OFFLOAD_PARAM),
-    "superoffload": ("DeepSpeed's SuperOffload", {"offload_optimizer": {"super_offload": True}}),
-    "fsdp2": ("torch's FSDP2, CPU offload, fused AdamW, bf16 compute", None),
-}
-PHASES = ("forward", "backward", "step")
-_WARM_UP = 2
-_MOST_NORM = 1.0
+OURS = "default"
+PARAM, PARAM_OURS = "offload_param", "offload_param, default"
+SUPER, FSDP2 = "superoffload", "fsdp2"
+_WARM_UP = 2  #: Iterations, by deterministic algorithms; masters are compared after them.
 
 
-class _Training(NamedTuple):
-    """The phases of an iteration."""
-
-    forward: Callable[[], Any]
-    backward: Callable[[Any], object]
-    step: Callable[[], object]
-
-
-def measure_one(options: Mapping[str, Any], ranks: Ranks) -> dict[str, Any]:
-    """Trains one peer: a worker for ``ranks.launch``, with the command's options and ``peer``.
+def measure(options: Mapping[str, Any], ranks: Ranks) -> dict[str, Any]:
+    """Makes one peer's model, and one iteration whenever it has its turn.
 
     Returns:
-        ``hardware``, ``parameters``, the seconds of each phase of each iteration on the slowest rank, and the bytes of
-        host memory that training has taken on this rank.
+        ``phases_by_rank``, ``digests`` of every rank's masters, ``host`` (bytes) and ``parameters``; or ``reason``,
+        where the peer cannot run here.
     """
+    turns = Turns(options["turns"])
     accelerator = AcceleratorChoice(options["accelerator"]).resolve()
-    before = _resident_bytes()
-    section = PEERS[options["peer"]][1]
-    if section is None:
-        training, parameters = _fsdp2(options, accelerator)
-    else:
-        training, parameters = _deepspeed(options, accelerator, section)
-    seconds: dict[str, list[float]] = {phase: [] for phase in PHASES}
-    for number_of in range(_WARM_UP + options["steps"]):
-        loss = None
-        for phase in PHASES:
-            started = ranks.start(accelerator)
-            loss = _run(training, phase, loss)
-            accelerator.synchronize()
-            if number_of >= _WARM_UP:
-                seconds[phase].append(max(ranks.gather(time.perf_counter() - started)))
-    return {
-        "hardware": describe(accelerator),
-        "parameters": parameters,
-        "seconds": seconds,
-        "host_bytes": _resident_bytes() - before,
-    }
-
-
-def _run(training: _Training, phase: str, loss: Any) -> Any:
-    if phase == "forward":
-        return training.forward()
-    if phase == "backward":
-        training.backward(loss)
-    else:
-        training.step()
-    return None
-
-
-def _deepspeed(options: Mapping[str, Any], accelerator: Any, section: Mapping[str, Any]) -> tuple[_Training, int]:
-    from ... import zero3
-
-    start_deepspeed(accelerator)
-    engine = make_engine({**options, "zero": section}, accelerator)
-    if options["peer"].endswith("default"):
-        zero3.attach(engine)
-    tokens = _tokens(options, engine.device)
-    parameters = sum(parameter.ds_numel for parameter in engine.module.parameters())
-    return _Training(lambda: engine(tokens), engine.backward, engine.step), parameters
-
-
-def _fsdp2(options: Mapping[str, Any], accelerator: Any) -> tuple[_Training, int]:
-    """FSDP2 as its documentation has it: each block is a unit, and all states are on the host.
-
-    Raises:
-        StrategyUnavailableError: This torch has none.
-    """
+    before, phases = _resident()["now"], list[Phases]()
+    torch.manual_seed(0)
+    turns.next()
     try:
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-    except ImportError as error:
-        raise StrategyUnavailableError(f"torch {torch.__version__} has no FSDP2.") from error
-    device = accelerator.device_empty(1, dtype=torch.uint8).device
-    on_host = device.type == "cpu"
-    torch.distributed.init_process_group("gloo" if on_host else f"cpu:gloo,{device.type}:nccl")
-    mesh = init_device_mesh(device.type, (int(os.environ["WORLD_SIZE"]),))
-    policy: dict[str, Any] = {
-        "mesh": mesh,
-        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
-        # Nothing to offload where the device is the host.
-        "offload_policy": OffloadPolicy() if on_host else CPUOffloadPolicy(pin_memory=True),
+        training = (_fsdp2 if options["peer"] == FSDP2 else _deepspeed)(options, accelerator)
+    except StrategyUnavailableError as error:
+        return {"reason": str(error)}
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    for _ in range(_WARM_UP):
+        timed(training.forward, training.backward, training.step, ranks, accelerator)
+    digest = training.digest()
+    torch.use_deterministic_algorithms(False)
+    turns.done()
+    while turns.next():
+        phases.append(timed(training.forward, training.backward, training.step, ranks, accelerator))
+        turns.done()
+    own = {**_resident(), "before": before, "pinned": _pinned(accelerator)}
+    result = {
+        "phases_by_rank": ranks.gather([list(each) for each in phases]),
+        "digests": ranks.gather(digest),
+        "host_bytes_by_rank": ranks.gather(own),
+        "parameters": training.parameters,
+        "note": training.note,
     }
+    training.close()
+    return result
+
+
+class _Training:
+    """One model, and the three phases of its iteration."""
+
+    def __init__(
+        self,
+        forward: Callable[[], Any],
+        backward: Callable[[Any], Any],
+        step: Callable[[], Any],
+        digest: Callable[[], str | None],
+        parameters: int,
+        close: Callable[[], None],
+        note: str | None = None,
+    ) -> None:
+        self.forward, self.backward, self.step, self.digest = forward, backward, step, digest
+        self.parameters, self.close, self.note = parameters, close, note
+
+
+def _deepspeed(options: Mapping[str, Any], accelerator: Any) -> _Training:
+    peer = options["peer"]
+    if peer == SUPER:
+        if accelerator.name != "cuda":
+            raise StrategyUnavailableError("DeepSpeed's SuperOffload runs on CUDA alone.")
+        from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig
+
+        if "super_offload" not in DeepSpeedZeroOffloadOptimizerConfig.model_fields:
+            raise StrategyUnavailableError("This version of DeepSpeed has no SuperOffload.")
+        if options["optimizer"] != "cpu_adam":
+            raise StrategyUnavailableError("SuperOffload works with DeepSpeed's CPU Adam alone.")
+    start_deepspeed(accelerator)
+    kind = {"offload_param": peer in (PARAM, PARAM_OURS), "super_offload": peer == SUPER}
+    engine = make_engine({**options, **kind, "nvme": None}, accelerator)
+    if peer in (OURS, PARAM_OURS):
+        zero3.attach(engine, resolve_config(options["config"]))
+    tokens = torch.randint(VOCABULARY, (options["batch"], options["sequence"]), device=engine.device)
+
+    def digest() -> str:
+        found = hashlib.sha256()
+        for master in masters(engine.optimizer):
+            found.update(master.detach().contiguous().view(torch.uint8).numpy())
+        return found.hexdigest()
+
+    count = sum(parameter.ds_numel for parameter in engine.module.parameters())
+    return _Training(lambda: engine(tokens), engine.backward, engine.step, digest, count, engine.destroy)
+
+
+def _fsdp2(options: Mapping[str, Any], accelerator: Any) -> _Training:
+    try:
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+    except ImportError:
+        raise StrategyUnavailableError("This version of torch has no FSDP2 (fully_shard).") from None
+    from torch.distributed.device_mesh import init_device_mesh
+
+    kind = "cpu" if accelerator.name in ("cpu", "simulated") else accelerator.name
+    rank = int(os.environ["LOCAL_RANK"])
+    offload: dict[str, Any] = {}
+    note: str | None = "plain FSDP2 on the CPU, as there is no device to offload from"
+    # gloo too: the norm of gradients that are on the host is reduced there.
+    backend = "gloo"
+    if kind != "cpu":
+        note, offload = None, {"offload_policy": CPUOffloadPolicy(pin_memory=True)}
+        torch.get_device_module(kind).set_device(rank)
+        backend = f"cpu:gloo,{kind}:{torch.distributed.get_default_backend_for_device(kind)}"
+    torch.distributed.init_process_group(backend)
+    mesh = init_device_mesh(kind, (options["ranks"],))
+    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     model = Transformer(options["layers"], options["hidden"])
+    count = sum(parameter.numel() for parameter in model.parameters())
     for block in model.blocks:
-        fully_shard(block, **policy)
-    fully_shard(model, **policy)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0.0, fused=True)
-    tokens = _tokens(options, device)
+        fully_shard(block, mesh=mesh, mp_policy=precision, **offload)
+    fully_shard(model, mesh=mesh, mp_policy=precision, **offload)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+    tokens = torch.randint(VOCABULARY, (options["batch"], options["sequence"]), device=kind)
 
     def step() -> None:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), _MOST_NORM)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIPPING_NORM)
         optimizer.step()
         optimizer.zero_grad()
 
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    return _Training(lambda: model(tokens), lambda loss: loss.backward(), step), parameters
+    def close() -> None:
+        torch.distributed.barrier()
+
+    return _Training(lambda: model(tokens), lambda loss: loss.backward(), step, lambda: None, count, close, note)
 
 
-def _tokens(options: Mapping[str, Any], device: Any) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1)
-    return torch.randint(VOCABULARY, (options["batch"], options["sequence"]), generator=generator).to(device)
+def _resident() -> dict[str, int]:
+    """Bytes of this process that are in memory: now, and at most so far."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    peak = now = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    with contextlib.suppress(OSError), Path("/proc/self/statm").open() as file:
+        now = int(file.read().split()[1]) * resource.getpagesize()
+    return {"now": now, "peak": peak}
 
 
-def _resident_bytes() -> int:
-    statm = Path("/proc/self/statm")
-    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0
-
-
-def compare(options: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Lets peers take turns, and says on the standard error whose turn it is.
-
-    Returns:
-        ``hardware``, ``parameters``, ``peers`` (for each of ``names`` its rounds) and ``not_run`` (with reasons).
-    """
-    found: dict[str, Any] = {"hardware": None, "parameters": None, "peers": {}, "not_run": []}
-    began = time.monotonic()
-    for turn in range(options["rounds"]):
-        for name in [each for each in names if all(each != one["peer"] for one in found["not_run"])]:
-            print(f"round {turn + 1} of {options['rounds']}: {name}", file=sys.stderr, flush=True)
-            try:
-                one = launch(
-                    "transfer.cli.bench_zero3.peers:measure_one",
-                    {**options, "peer": name},
-                    options["ranks"],
-                    threads=options["threads"],
-                    deepspeed=True,
-                )
-            except RanksFailedError as error:
-                found["not_run"].append({"peer": name, "reason": str(error)})
-                continue
-            found["hardware"], found["parameters"] = one["hardware"], one["parameters"]
-            found["peers"].setdefault(name, []).append({"seconds": one["seconds"], "host_bytes": one["host_bytes"]})
-        spent = time.monotonic() - began
-        if spent * (turn + 2) / (turn + 1) > (options["limit_seconds"] or float("inf")):
-            break
-    return found
-
-
-_SECONDS = number(".3f")
-_COLUMNS = (
-    Column("peer", "peer"),
-    Column("for-\nward s", "forward", _SECONDS),
-    Column("back-\nward s", "backward", _SECONDS),
-    Column("step\ns", "step", _SECONDS),
-    Column("itera-\ntion s", "iteration", _SECONDS),
-    Column("spread\n%", "spread_percent", number(".0f")),
-    Column("times\nDeep-\nSpeed", "times_deepspeed", times),
-    Column("host\nbytes a\nparam.", "host_bytes_per_parameter", number(".1f")),
-)
-
-
-def with_figures(found: Mapping[str, Any], ranks: int) -> Iterator[dict[str, Any]]:
-    """What the tables and the JSON have of each peer. Ratios are medians of the rounds' ratios of medians."""
-    iterations = {name: [_iterations(one["seconds"]) for one in rounds] for name, rounds in found["peers"].items()}
-    base = [statistics.median(each) for each in iterations.get("deepspeed", [])]
-    for name, rounds in found["peers"].items():
-        every = [each for of_round in iterations[name] for each in of_round]
-        ratios = [before / statistics.median(each) for before, each in zip(base, iterations[name], strict=False)]
-        figures = {
-            phase: statistics.median(each for one in rounds for each in one["seconds"][phase]) for phase in PHASES
-        }
-        bytes_of_all = ranks * statistics.median(one["host_bytes"] for one in rounds)
-        yield {
-            "peer": name,
-            "rounds": rounds,
-            "figures": {
-                **figures,
-                "iteration": statistics.median(every),
-                "quartiles": statistics.quantiles(every, n=4, method="inclusive") if len(every) > 1 else every * 3,
-                "spread_percent": spread_percent(every),
-                "times_deepspeed": statistics.median(ratios) if ratios else None,
-                "host_bytes_per_parameter": bytes_of_all / found["parameters"],
-            },
-        }
-
-
-def _iterations(seconds: Mapping[str, Sequence[float]]) -> list[float]:
-    return [sum(phases) for phases in zip(*(seconds[phase] for phase in PHASES), strict=True)]
-
-
-_NOTE = (
-    "Medians of {how_many}, processes in turn; ratios are medians of the rounds' ratios. Spread: the interquartile "
-    "range, in percent of the median. Host memory: what training has added to the resident memory of all ranks."
-)
-
-
-def show(report: Mapping[str, Any]) -> None:
-    """Prints the table, and what could not run."""
-    out, measured = console(), report["peers"]
-    if report["hardware"] is not None:
-        say(out, hardware_line(report["hardware"], report["ranks"]))
-        say(out, f"{report['parameters']:,} parameters ({report['layers']} layers of {report['hidden']})")
-    out.print(make_table("whole iterations, in processes of their own", _COLUMNS, [measured]))
-    out.print(legend({one["peer"]: PEERS[one["peer"]][0] for one in measured}))
-    for entry in report["not_run"]:
-        say(out, f"not run: {entry['peer']}: {entry['reason']}")
-    rounds = max((len(one["rounds"]) for one in measured), default=0)
-    how_many = f"{plural(rounds, 'round')} of {plural(report['steps'], 'iteration')}"
-    say(out, _NOTE.format(how_many=how_many))
+def _pinned(accelerator: Any) -> int | None:
+    """Bytes that torch's allocator of pinned memory holds; None where it does not say."""
+    stats = getattr(getattr(torch, accelerator.name, None), "host_memory_stats", None)
+    value = None if stats is None else stats().get("allocated_bytes.current")
+    return None if value is None else int(value)

@@ -26,6 +26,7 @@ from ..measuring.report import (
     times,
     verdict,
 )
+from .peer_report import show_peers
 
 Seconds = Sequence[float]
 
@@ -42,6 +43,9 @@ class _Row:
     steps: Mapping[str, Seconds]
     iterations: Mapping[str, Seconds]
     deepspeed_rise: int | None
+
+    def median(self, phase: str) -> float:
+        return statistics.median(slowest(self.one[f"{phase}_seconds_by_rank"]))
 
     @property
     def step(self) -> Seconds:
@@ -75,13 +79,18 @@ _STEPS = (
 )
 _ITERATIONS = (
     Column("copy-back", "name"),
-    Column("iteration\ns", "median_iteration_seconds", number(".3g"), lambda row: statistics.median(row.iteration)),
+    Column("for-\nward s", "median_forward_seconds", number(".3f"), lambda row: row.median("forward")),
+    Column("back-\nward s", "median_backward_seconds", number(".3f"), lambda row: row.median("backward")),
+    Column("whole\ns", "median_iteration_seconds", number(".3f"), lambda row: statistics.median(row.iteration)),
     Column(
         "times\nDeep-\nSpeed",
         "iteration_times_deepspeed",
         times,
         lambda row: median_ratio(row.iterations[DEEPSPEED], row.iteration),
     ),
+)
+_MEMORY = (
+    Column("copy-back", "name"),
     Column("pinned\nMiB", "pinned_bytes", mebibytes),
     Column("locked\nMiB", "page_locked_bytes", mebibytes),
     Column("device\nMiB", "device_bytes", mebibytes, _Row.device_bytes),
@@ -89,7 +98,8 @@ _ITERATIONS = (
 
 _NOTE = (
     "Medians of {steps}, in turn; ratios are medians of the rounds' ratios. Spread: the interquartile range of "
-    "the step, in percent of its median. bound: the lower bound, a step with no copy-back. copy-back: the step less "
+    "the step, in percent of its median. whole: the iteration. no stream: gradients go to the host as DeepSpeed sends "
+    "them. bound: the lower bound, a step with no copy-back. copy-back: the step less "
     "the same round's lower bound. pinned: memory that the variant needs in addition; locked: masters, or "
     "DeepSpeed's swap buffers, that it page-locks in place; device: peak memory above DeepSpeed's own. With several "
     "ranks each time is that of the slowest."
@@ -104,7 +114,7 @@ def with_figures(measurements: Sequence[Mapping[str, Any]]) -> Iterator[dict[str
     for one in measurements:
         row = _Row(one, steps, iterations, rises[DEEPSPEED])
         own = {"step_seconds": row.step, "iteration_seconds": row.iteration}
-        yield {**one, **own, "figures": figures((*_STEPS, *_ITERATIONS), row)}
+        yield {**one, **own, "figures": figures((*_STEPS, *_ITERATIONS, *_MEMORY), row)}
 
 
 def page_lock(measured: Mapping[str, Any]) -> dict[str, Any]:
@@ -127,7 +137,10 @@ def show(report: Mapping[str, Any]) -> None:
     )
     rows = [{**one, "name": _name(one)} for one in report["measurements"]]
     out.print(make_table("optimizer steps", _STEPS, [rows]))
-    out.print(make_table("whole iterations, and memory", _ITERATIONS, [rows]))
+    out.print(make_table("whole iterations", _ITERATIONS, [rows]))
+    out.print(make_table("memory", _MEMORY, [rows]))
+    if report["peers"]:
+        show_peers(out, report["peers"])
     for entry in report["not_run"]:
         say(out, f"not run: {entry['variant']}: {entry['reason']}")
     locking = report["page_lock"]

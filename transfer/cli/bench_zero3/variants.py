@@ -17,9 +17,10 @@ from ...zero3.attachment import Attachment
 from ...zero3.stage3 import COPY_BACK, Stage3
 from ..measuring.baselines import DEEPSPEED, NO_COPY_BACK, RING, RING_CONFIG
 from .on_nvme import masters
+from .phases import Phases
 
-#: What the name of a variant ends with whose gradients go to the host in fp32 too.
-FP32_GRADIENTS = "fp32 gradients"
+#: Ends the name of a variant whose gradients go to the host as DeepSpeed sends them.
+NO_STREAM = ", no stream"
 
 
 @dataclass
@@ -32,10 +33,8 @@ class Variant:
     page_locked_bytes: int = 0  #: What attaching it page-locks in place, of this rank's masters.
     selected: str | None = None  #: The strategy that has copied the first sub-group.
     attach_seconds: float | None = None  #: Of the first attach, which includes page-locking.
-    step_seconds: list[float] = field(default_factory=list)
-    iteration_seconds: list[float] = field(default_factory=list)
+    phases: list[Phases] = field(default_factory=list)
     memory_rises: list[int] = field(default_factory=list)
-    fp32_gradients: bool = False  #: Whether gradients go to the host as DeepSpeed sends them, and not once.
     right_bits: bool = True
 
     @property
@@ -53,7 +52,7 @@ class Variant:
         """The block in which the engine's steps copy back this way."""
         with contextlib.ExitStack() as undoing:
             if self.transfer is not None:
-                Attachment.takes_gradients = not self.fp32_gradients
+                Attachment.takes_gradients = not self.name.endswith(NO_STREAM)
                 undoing.callback(setattr, Attachment, "takes_gradients", True)
                 zero3.attach(engine, self.transfer)
                 undoing.callback(zero3.detach, engine)
@@ -73,16 +72,13 @@ def make_variants(options: Mapping[str, Any], accelerator: Any) -> list[Variant]
         for completion in ("immediate", "deferred"):
             config = {"strategy": strategy, strategy: given.section(strategy), "fallback": False}
             configs[f"{strategy}, {completion}"] = TransferConfig(**config, completion=completion)
-    configs[f"default, {FP32_GRADIENTS}"] = configs["default"] = TransferConfig()
+        configs[strategy + NO_STREAM] = TransferConfig(**config, completion="deferred")
+    configs["default"] = TransferConfig()
+    configs["default" + NO_STREAM] = TransferConfig()
     configs |= {f"default, verify: {mode}": TransferConfig(verify=mode) for mode in options["verify"]}
     if options["config"] is not None:
         configs["configured"] = given
     ours = [Variant(name, config, build_transfer(config, accelerator)) for name, config in configs.items()]
-    for variant in ours:
-        # To take them over costs more than a step. So strategies are compared without, and few variants with it.
-        variant.fp32_gradients = not variant.name.startswith(("default", "configured")) or variant.name.endswith(
-            FP32_GRADIENTS
-        )
     return [Variant(DEEPSPEED), Variant(NO_COPY_BACK), *ours]
 
 

@@ -25,6 +25,7 @@ from ..measuring.progress import progress
 from ..measuring.ranks import Ranks
 from .engine import describe_engine, make_engine, start_deepspeed
 from .on_nvme import as_in_a_step, masters, not_for_steps, sources
+from .phases import timed
 from .transformer import VOCABULARY
 from .variants import Variant, make_variants, rewrite
 
@@ -106,7 +107,7 @@ class _Bench:
             # A round takes as long as those before it.
             next_to_last = spent * (number + 2) / number if number else 0.0
             last = number == self.options["steps"] or next_to_last > (self.options["limit_seconds"] or float("inf"))
-            self.round(number, number == 0 or last or self.options["verify_every_step"], advance)
+            self.round(number, number == 0 or last, advance)
             if last:
                 return
 
@@ -139,24 +140,28 @@ class _Bench:
 
     def _step(self, variant: Variant, counted: bool, checked: bool) -> None:
         checked = checked and variant.copies
-        with variant.attached(self.engine):
-            started = self.ranks.start(self.accelerator)
-            self.engine.backward(self.engine(self.tokens))
-            self.accelerator.synchronize()
-            forward_and_backward = time.perf_counter() - started
+        allocated = 0
+
+        def before_step() -> None:
+            nonlocal allocated
             if checked:
                 for partition in self.engine.optimizer.fp16_partitioned_groups_flat:
                     bits.poison(partition.data)
             if self.device is not None:
                 self.device.reset_peak_memory_stats()
                 allocated = self.device.memory_allocated()
-            started = self.ranks.start(self.accelerator)
-            self.engine.step()
-            self.accelerator.synchronize()
-            step = time.perf_counter() - started
+
+        with variant.attached(self.engine):
+            phases = timed(
+                lambda: self.engine(self.tokens),
+                self.engine.backward,
+                self.engine.step,
+                self.ranks,
+                self.accelerator,
+                before_step,
+            )
         if counted:
-            variant.step_seconds.append(step)
-            variant.iteration_seconds.append(forward_and_backward + step)
+            variant.phases.append(phases)
             if self.device is not None:
                 variant.memory_rises.append(self.device.max_memory_allocated() - allocated)
         right = not checked or all(bits.same_bits(*pair) for pair in self._partitions())
@@ -184,10 +189,11 @@ def _measurement(variant: Variant, ranks: Ranks) -> dict[str, Any]:
     return {
         "variant": variant.name,
         "selected": variant.selected,
-        "fp32_gradients": variant.fp32_gradients,
         "page_locked_bytes": variant.page_locked_bytes,
         "right_bits": all(right_bits) if variant.copies else None,
         **ranks.largest(own),
-        "step_seconds_by_rank": ranks.gather(variant.step_seconds),
-        "iteration_seconds_by_rank": ranks.gather(variant.iteration_seconds),
+        "forward_seconds_by_rank": ranks.gather([each.forward for each in variant.phases]),
+        "backward_seconds_by_rank": ranks.gather([each.backward for each in variant.phases]),
+        "step_seconds_by_rank": ranks.gather([each.step for each in variant.phases]),
+        "iteration_seconds_by_rank": ranks.gather([sum(each) for each in variant.phases]),
     }
