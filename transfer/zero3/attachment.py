@@ -132,9 +132,9 @@ class Attachment:
 
     def inherit(self, before: Attachment) -> None:
         """Takes the gradients of an earlier attachment of the same optimizer."""
+        if before.gradients is not None:
+            before.gradients.use(self.transfer)
         self.gradients, before.gradients = before.gradients, None
-        if self.gradients is not None:
-            self.gradients.use(self.transfer)
 
     def _cannot_carry(self) -> str | None:
         needed = self.transfer.accelerator.capabilities.why_not("streams", "events", "copies_asynchronously")

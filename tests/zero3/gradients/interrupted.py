@@ -11,8 +11,8 @@ import weakref
 import pytest
 import torch
 
-from tests.zero3.gradients.training import LAYERS, WIDTH, Run, look
-from transfer import zero3
+from tests.zero3.gradients.training import DIRECT, LAYERS, WIDTH, Run, look
+from transfer import build_transfer, zero3
 from transfer.zero3.attachments import attachments
 from transfer.zero3.gradients import LazyGradient
 
@@ -182,6 +182,37 @@ def detached_after(number):
     run.engine.destroy()
 
 
+def another_transfer_that_is_refused_changes_nothing():
+    """What is accumulated is not pinned here, so that each transfer page-locks it; the second one may not."""
+    expected = Run({"pin": False, "micro_steps": 2}, False, 0)
+    run = Run({"pin": False, "micro_steps": 2}, True, 0)
+    for each in (expected, run):
+        iterate(each, 1)
+    first = attachments.get(run.zero)
+    gradients, transfer = first.gradients, first.transfer
+    second = build_transfer(DIRECT, run.simulated)
+    prepare, locked = second.prepare, set()
+
+    def refuses(source):
+        if source.dtype == torch.bfloat16:
+            raise RefusedError
+        locked.add(source.data_ptr())
+        prepare(source)
+
+    second.prepare = refuses
+    with pytest.raises(RefusedError):
+        zero3.attach(run.engine, second)
+    assert locked, "masters first"
+    assert attachments.get(run.zero) is first
+    assert (first.gradients, first.transfer) == (gradients, transfer)
+    for seed in range(2, 6):
+        for each in (expected, run):
+            iterate(each, seed)
+    assert same(state(run), state(expected))
+    for each in (expected, run):
+        each.engine.destroy()
+
+
 def pinned_memory_is_given_back():
     run = Run({}, False, 0)
     numel = sum(each.numel() for each in run.zero.fp32_partitioned_groups_flat)
@@ -200,6 +231,7 @@ CASES = (
     an_attach_that_fails_changes_nothing,
     an_optimizer_that_is_dropped_is_freed,
     it_all_comes_back_when_it_is_detached,
+    another_transfer_that_is_refused_changes_nothing,
     pinned_memory_is_given_back,
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Collection
 
@@ -33,11 +34,21 @@ class Buffers(list[Tensor]):
         super().append(buffer)
 
     def use(self, transfer: HostToDeviceTransfer) -> None:
-        """Lets another transfer page-lock them. Blocks."""
+        """Lets another transfer page-lock them. Blocks. Where that fails, the one before does again, if it can."""
+        before = self._transfer
         self.unprepare()
-        self._transfer = transfer
-        for buffer in self:
-            self._prepare(buffer)
+        try:
+            self._transfer = transfer
+            for buffer in self:
+                self._prepare(buffer)
+        except BaseException:
+            with contextlib.suppress(Exception):
+                self.unprepare()
+            self._transfer = before
+            for buffer in self:
+                with contextlib.suppress(Exception):
+                    self._prepare(buffer)
+            raise
 
     def unprepare(self) -> None:
         """Undoes every page-lock. Idempotent."""

@@ -106,7 +106,8 @@ class HostGradients:
                 yield
             for key, reduced in on_device.items():
                 self._to_host(state, accelerator, key, reduced)
-            self._mark(accelerator, on_device)
+            if on_device:
+                self._mark(accelerator, on_device)
         finally:
             self._reducing, self._final = (), set()
 
@@ -140,10 +141,10 @@ class HostGradients:
         self._copies.clear()
 
     def use(self, transfer: HostToDeviceTransfer) -> None:
-        """Makes copies with another transfer from now on. Blocks."""
+        """Makes copies with another transfer from now on. Blocks. Nothing has changed where that fails."""
         self.settle()
-        self._transfer = transfer
         self._buffers.use(transfer)
+        self._transfer = transfer
 
     def give_back(self) -> None:
         """Gives DeepSpeed everything back as it would be without us. Blocks. Idempotent."""
