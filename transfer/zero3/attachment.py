@@ -40,6 +40,7 @@ class Attachment:
         engine: The DeepSpeed engine where it is known, for its monitor.
         plan: The plan of the step that is under way; None between steps.
         takes_gradients: Whether gradients may go to the host once; a measurement may want them as DeepSpeed has them.
+        asked_gradients: Whether it was asked if they may.
         gradients: Those of the optimizer, where they go to the host once; else None.
         stream: Updates masters tile by tile, from the first such update on.
     """
@@ -50,6 +51,7 @@ class Attachment:
     engine: weakref.ref[Any] | None = None
     plan: StepPlan | None = None
     takes_gradients: ClassVar[bool] = True
+    asked_gradients: bool = False
     gradients: HostGradients | None = None
     stream: TileStream | None = None
     _in_flight: list[tuple[int, int, InFlightCopy]] = field(default_factory=list)
@@ -105,6 +107,7 @@ class Attachment:
 
         Blocks while DeepSpeed's fp32 buffers are compared with what is accumulated.
         """
+        self.asked_gradients = True
         if not self.takes_gradients:
             return
         state = GradientState(stage3)

@@ -31,6 +31,8 @@ def step(original: Callable[..., Any]) -> Callable[..., Any]:
             try:
                 attachment.plan = StepPlan(Stage3(optimizer), attachment.transfer, deferred=attachment.deferred)
                 attachment.say(attachment.plan.waits_because)
+                if not attachment.asked_gradients:  # of an engine that is older than `install`
+                    attachment.take_gradients(Stage3(optimizer), attachment.plan.waits_because)
                 result = original(optimizer, *args, **kwargs)
             finally:
                 attachment.plan = None

@@ -75,7 +75,7 @@ class Run:
             others = [each for each in self.parameters if each.dim() != 2]
             groups = [{"params": weights}, {"params": others, "lr": 3e-3, "weight_decay": 0.0}]
         optimizer = DeepSpeedCPUAdam(groups, lr=1e-2, weight_decay=0.1)
-        if attached and case.get("install"):
+        if attached and case.get("install") and not case.get("attach_at"):
             zero3.install(DIRECT)
         self.engine = deepspeed.initialize(model=self.model, optimizer=optimizer, config=self.config())[0]
         self.zero = self.engine.optimizer
@@ -109,6 +109,9 @@ class Run:
         return config
 
     def attach(self):
+        if self.case.get("install"):
+            zero3.install(DIRECT)
+            return
         zero3.attach(self.engine, build_transfer(self.case.get("transfer", DIRECT), self.simulated))
 
     @property
@@ -310,6 +313,7 @@ CASES: dict[str, dict] = {
     "attached after a step": {"attach_at": ("step", 2, 0), "used": odd_windows, "do": {"step": [look]}},
     "attached again": {"do": {"backward": [at(2, reattach), look]}},
     "installed": {"install": True, "micro_steps": 2},
+    "installed between backward and step": {"install": True, "attach_at": ("backward", 2, 0), "do": {"step": [look]}},
     "detached": {"do": {"backward": [at(2, detach), look]}, "micro_steps": 2, "real": None},
     "checkpoint": {"do": {"backward": [at(2, save_and_load)], "step": [at(3, save_and_load)]}},
     "waits at once": {"transfer": {**DIRECT, "completion": "immediate"}, "real": None},
