@@ -77,10 +77,14 @@ _STEPS = (
     Column("of the\nstep", "copy_back_share", percent, lambda row: median_ratio(row.copy_back, row.step)),
     Column("bits", "right_bits", verdict),
 )
-_ITERATIONS = (
-    Column("copy-back", "name"),
+#: Not in records of schema 2.
+_PHASES = (
     Column("for-\nward s", "median_forward_seconds", number(".3f"), lambda row: row.median("forward")),
     Column("back-\nward s", "median_backward_seconds", number(".3f"), lambda row: row.median("backward")),
+)
+_ITERATIONS = (
+    Column("copy-back", "name"),
+    *_PHASES,
     Column("whole\ns", "median_iteration_seconds", number(".3f"), lambda row: statistics.median(row.iteration)),
     Column(
         "times\nDeep-\nSpeed",
@@ -114,7 +118,9 @@ def with_figures(measurements: Sequence[Mapping[str, Any]]) -> Iterator[dict[str
     for one in measurements:
         row = _Row(one, steps, iterations, rises[DEEPSPEED])
         own = {"step_seconds": row.step, "iteration_seconds": row.iteration}
-        yield {**one, **own, "figures": figures((*_STEPS, *_ITERATIONS, *_MEMORY), row)}
+        absent = () if "forward_seconds_by_rank" in one else _PHASES
+        columns = [column for column in (*_STEPS, *_ITERATIONS, *_MEMORY) if column not in absent]
+        yield {**one, **own, "figures": figures(columns, row)}
 
 
 def page_lock(measured: Mapping[str, Any]) -> dict[str, Any]:
@@ -139,7 +145,7 @@ def show(report: Mapping[str, Any]) -> None:
     out.print(make_table("optimizer steps", _STEPS, [rows]))
     out.print(make_table("whole iterations", _ITERATIONS, [rows]))
     out.print(make_table("memory", _MEMORY, [rows]))
-    if report["peers"]:
+    if report.get("peers"):
         show_peers(out, report["peers"])
     for entry in report["not_run"]:
         say(out, f"not run: {entry['variant']}: {entry['reason']}")
