@@ -33,8 +33,8 @@ SWAPPED = (1_049_088, 1_049_600)
 IN_MEMORY = 512
 #: Of three sub-groups at once where reads and writes are pipelined.
 BUFFERS = 12
-#: Halves of each, in multiples of 1,024 elements, until less than 2,048 is left; the small one goes as a whole.
-TILES = 11 + 12 + 1
+#: Of each, at least half of what is left, in tiles of 1,024 elements: 1,025 of them are 11 copies; 512 elements are one.
+COPIES = 11 + 11 + 1
 PIPELINED = {"pipeline_read": True, "pipeline_write": True}
 
 pipelining = pytest.mark.parametrize("pipeline", [{}, PIPELINED], ids=["plain", "pipelined"])
@@ -71,7 +71,7 @@ def test_swapped_masters_go_in_tiles_out_of_page_locked_buffers(tmp_path, pipeli
     for name, got in results.items():
         for mine in got if len(got) == 2 else ():  # the numbers of elements are those of two ranks
             assert mine["sub_groups"] == 3
-            assert mine["submitted"] == {"deepspeed": 0, "immediate": 3 * 3}.get(name, 3 * TILES)
+            assert mine["submitted"] == {"deepspeed": 0, "immediate": 3 * 3}.get(name, 3 * COPIES)
             direct = name.startswith("direct") or name == "immediate"
             assert mine["page_locked_bytes"] == (page_locked if direct else 0)
             assert mine["stats"].get("pinned_direct", {"copies": 0})["copies"] == (mine["submitted"] if direct else 0)
@@ -84,7 +84,7 @@ def test_a_checkpoint_is_restored_from_the_masters_files(tmp_path, pipeline):
         for mine in got:
             assert len(mine["seen"]) == 3
             # Five steps, and a checkpoint: two files, and a master in memory that is waited for.
-            expected = 5 * TILES + 3 if len(got) == 2 and name != "deepspeed" else mine["submitted"]
+            expected = 5 * COPIES + 3 if len(got) == 2 and name != "deepspeed" else mine["submitted"]
             assert mine["submitted"] == expected
             assert mine["waited_at_once"] == (0 if name == "deepspeed" else 1)
             assert mine["stats"].get("nvme_swapped", {"copies": 0})["copies"] == (0 if name == "deepspeed" else 2)
