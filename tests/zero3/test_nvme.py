@@ -33,7 +33,7 @@ SWAPPED = (1_049_088, 1_049_600)
 IN_MEMORY = 512
 #: Of three sub-groups at once where reads and writes are pipelined.
 BUFFERS = 12
-#: Of each, at least half of what is left, in tiles of 1,024 elements: 1,025 of them are 11 copies; 512 elements are one.
+#: Of each, at least half of what is left in tiles of 1,024 elements: 1,025 tiles are 11 copies, 512 elements are one.
 COPIES = 11 + 11 + 1
 PIPELINED = {"pipeline_read": True, "pipeline_write": True}
 
