@@ -113,7 +113,7 @@ class Attachment:
         state = GradientState(stage3)
         why_not = state.why_not_once() or waits_because or self._cannot_carry()
         if why_not is not None:
-            self.give_gradients_back()
+            self._give_gradients_back()
             if stage3.keeps_masters_in_memory:
                 logger.info("gradients of this ZeRO-3 engine go to the host in fp32 too: %s", why_not)
         elif self.gradients is None:
@@ -121,7 +121,7 @@ class Attachment:
             try:
                 self.gradients.take_over()
             except BaseException:
-                self.give_gradients_back()
+                self._give_gradients_back()
                 raise
 
     def hold_gradient(self, sub_group_id: int) -> None:
@@ -143,7 +143,7 @@ class Attachment:
         needed = self.transfer.accelerator.capabilities.why_not("streams", "events", "copies_asynchronously")
         return None if needed is None else needed.rstrip(".")
 
-    def give_gradients_back(self) -> None:
+    def _give_gradients_back(self) -> None:
         """Lets gradients go to the host as DeepSpeed sends them. Blocks. Idempotent."""
         gradients, self.gradients = self.gradients, None
         if gradients is not None:
@@ -234,7 +234,7 @@ class Attachment:
         if close and self.gradients is not None:
             self.gradients.forget()
             self.gradients = None
-        run_all([self.finish, self.give_gradients_back, *closes, self.unprepare])
+        run_all([self.finish, self._give_gradients_back, *closes, self.unprepare])
 
 
 def _wait(sub_group_id: int, offset: int, copy: InFlightCopy) -> None:

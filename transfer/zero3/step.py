@@ -1,8 +1,8 @@
 """The patches of a step, in the order in which they run.
 
 ``step`` makes the plan, and waits at the end of the step, also after an error. ``update`` updates a master tile by
-tile, and submits each tile, where the optimizer can do that; else ``copy_back`` submits the whole. ``release`` waits
-for a master whose buffer DeepSpeed is about to reuse. ``post_step``, in which parameters are gathered, waits for
+tile, and submits what was updated, where the optimizer can do that; else ``copy_back`` submits the whole. ``release``
+waits for a master whose buffer DeepSpeed is about to reuse. ``post_step``, in which parameters are gathered, waits for
 everything. Between steps every copy is finished.
 """
 

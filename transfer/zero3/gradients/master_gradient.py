@@ -108,12 +108,9 @@ class MasterGradient:
         if self._memory is not None:
             self._memory.narrow(0, offset, values.numel()).copy_(values)
             return
-        end = offset + values.numel()
-        for piece in self.pieces:
-            begin, stop = self._overlap(piece, offset, end)
-            if begin < stop and not self._is_reduced(piece):
-                own = self._own(piece)
-                own.narrow(0, begin - piece.parameter.offset, stop - begin).copy_(
+        for piece, begin, stop in self._pieces_of(offset, offset + values.numel()):
+            if not self._is_reduced(piece):
+                self._own(piece).narrow(0, begin - piece.parameter.offset, stop - begin).copy_(
                     values.narrow(0, begin - offset, stop - begin)
                 )
 
@@ -166,11 +163,7 @@ class MasterGradient:
     def _runs(self, begin: int, end: int) -> Iterator[tuple[Piece, int, int]]:
         """The pieces of a range, those together that are made in one way: any one of them, and where they lie."""
         run: tuple[Piece, int, int] | None = None
-        for index in range(max(0, bisect.bisect_right(self._offsets, begin) - 1), len(self.pieces)):
-            piece = self.pieces[index]
-            start, stop = self._overlap(piece, begin, end)
-            if start >= stop:
-                break
+        for piece, start, stop in self._pieces_of(begin, end):
             if run is not None and _alike(run[0], piece):
                 run = (piece, run[1], stop)
                 continue
@@ -180,9 +173,14 @@ class MasterGradient:
         if run is not None:
             yield run
 
-    def _overlap(self, piece: Piece, begin: int, end: int) -> tuple[int, int]:
-        _, offset, numel = piece.parameter
-        return max(begin, offset), min(end, offset + numel)
+    def _pieces_of(self, begin: int, end: int) -> Iterator[tuple[Piece, int, int]]:
+        """The pieces of a range, and which elements of it each has; takes no time for the others."""
+        for index in range(max(0, bisect.bisect_right(self._offsets, begin) - 1), len(self.pieces)):
+            _, offset, numel = self.pieces[index].parameter
+            start, stop = max(begin, offset), min(end, offset + numel)
+            if start >= stop:
+                return
+            yield self.pieces[index], start, stop
 
 
 def _alike(one: Piece, other: Piece) -> bool:

@@ -130,16 +130,24 @@ class GradientState:
         return None
 
 
-class _Views(dict[int, Tensor]):
-    """DeepSpeed's gradients by parameter, some of them elsewhere."""
+class _Views(Mapping[int, Tensor]):
+    """DeepSpeed's gradients by parameter, some of them elsewhere. Nothing is copied: each bucket has one."""
 
     def __init__(self, before: Mapping[int, Tensor], find: Callable[[int], Tensor | None]) -> None:
-        super().__init__(before)
-        self._find = find
+        self._before, self._find = before, find
 
     def __getitem__(self, key: int) -> Tensor:
         found = self._find(key)
-        return super().__getitem__(key) if found is None else found
+        return self._before[key] if found is None else found
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._before
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._before)
+
+    def __len__(self) -> int:
+        return len(self._before)
 
 
 def computes_at_once() -> bool:
