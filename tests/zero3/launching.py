@@ -43,23 +43,28 @@ FORKED_RANKS = """if True:
 """
 
 
+def run_ranks(world_size, script, environment=None):
+    """Runs a script with its arguments on ``world_size`` ranks; all must end with status 0."""
+    environment = {**os.environ, **(environment or {})}
+    if torch.cuda.is_available():  # which does not survive a fork
+        command = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}", *script)
+        environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+        done = run_python(*command, environment=environment, timeout=LAUNCH_SECONDS)
+    else:
+        done = run_python(
+            "-c", FORKED_RANKS, world_size, *script, environment=environment, timeout=LAUNCH_SECONDS, forked=True
+        )
+    assert done.returncode == 0, done.stderr[-6000:]
+
+
 def launch(specs, world_size, out):
     """Trains each run of each spec of ``worker.py``, by name, on ``world_size`` ranks.
 
     Returns what each rank saved: a list for each run, by spec and run.
     """
     (out / "specs.json").write_text(json.dumps(specs))
-    worker = [str(Path(__file__).with_name("worker.py")), str(out / "specs.json"), str(out)]
-    if torch.cuda.is_available():  # which does not survive a fork
-        command = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}", *worker)
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        environment["PYTHONPATH"] = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-        done = run_python(*command, environment=environment, timeout=LAUNCH_SECONDS)
-    else:
-        done = run_python(
-            "-c", FORKED_RANKS, world_size, *worker, environment=os.environ, timeout=LAUNCH_SECONDS, forked=True
-        )
-    assert done.returncode == 0, done.stderr[-6000:]
+    worker = Path(__file__).with_name("worker.py")
+    run_ranks(world_size, [worker, out / "specs.json", out])
     return {
         name: {
             run["name"]: [torch.load(out / f"{name}-{run['name']}-{rank}.pt") for rank in range(world_size)]

@@ -45,7 +45,7 @@ class Forgetful(TiledStage3):
 def test_steps_of_the_stand_in(simulated, monkeypatch, name, swapped, number):
     monkeypatch.setattr(plan, "updates_in_parts", lambda _: True)
     monkeypatch.setattr(tiles, "ALIGNMENT_ELEMENTS", 2)
-    monkeypatch.setattr(tiles, "TILE_ELEMENTS", 3)
+    monkeypatch.setattr(tiles, "default_tile_elements", lambda: 3)
     optimizer = Forgetful(simulated)
     if swapped:
         optimizer.use_swap_buffers(simulated)

@@ -140,7 +140,7 @@ def tiled(simulated, monkeypatch):
     """A stand-in whose sub-groups are updated in tiles of 3, 3 and 2 elements."""
     monkeypatch.setattr(plan, "updates_in_parts", lambda optimizer: True)
     monkeypatch.setattr(tiles, "ALIGNMENT_ELEMENTS", 3)
-    monkeypatch.setattr(tiles, "TILE_ELEMENTS", 5)
+    monkeypatch.setattr(tiles, "default_tile_elements", lambda: 5)
     return TiledStage3(simulated)
 
 

@@ -47,7 +47,7 @@ def test_drawn_orders_of_a_step(config, swapped, schedule_seeds):
 
 def test_drawn_orders_of_a_step_in_tiles(schedule_seeds, monkeypatch):
     monkeypatch.setattr(tiles, "ALIGNMENT_ELEMENTS", 2)
-    monkeypatch.setattr(tiles, "TILE_ELEMENTS", 3)
+    monkeypatch.setattr(tiles, "default_tile_elements", lambda: 3)
     sample(steps(DIRECT, tiled=True), schedule_seeds)
 
 

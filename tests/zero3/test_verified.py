@@ -105,7 +105,7 @@ def test_a_wrong_copy_ends_the_step_before_parameters_are_gathered(simulated, sp
 def test_a_wrong_tile_is_found_by_its_place_in_the_partition(simulated, spoil, mode, monkeypatch):
     monkeypatch.setattr(plan, "updates_in_parts", lambda _: True)
     monkeypatch.setattr(tiles, "ALIGNMENT_ELEMENTS", 3)
-    monkeypatch.setattr(tiles, "TILE_ELEMENTS", 3)
+    monkeypatch.setattr(tiles, "default_tile_elements", lambda: 3)
     optimizer = TiledStage3(simulated)
     zero3.attach(optimizer, verified(simulated, mode))
     spoil({3: 0})  # of each sub-group, two tiles of 3 elements are one copy, and one of 2 is another

@@ -27,7 +27,8 @@ from transfer.zero3.attachments import attachments
 
 STEPS = 3
 #: Masters here are small: let them be updated in tiles all the same.
-tiles.TILE_ELEMENTS = tiles.ALIGNMENT_ELEMENTS = 1024
+tiles.ALIGNMENT_ELEMENTS = 1024
+tiles.default_tile_elements = lambda: 1024
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "autocast": torch.float32}
 
 

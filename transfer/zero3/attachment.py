@@ -247,4 +247,5 @@ def _wait(sub_group_id: int, offset: int, copy: InFlightCopy) -> None:
 def _tile_elements(transfer: HostToDeviceTransfer) -> int:
     """The elements of a tile: those of the machine's profile, where ``strategy: measured`` uses one."""
     profile = transfer.policy.profile if isinstance(transfer, RoutedTransfer) else None
-    return tiles.TILE_ELEMENTS if profile is None or profile.optimizer is None else profile.optimizer.tile_elements
+    optimizer = None if profile is None else profile.optimizer
+    return tiles.default_tile_elements() if optimizer is None else optimizer.tile_elements

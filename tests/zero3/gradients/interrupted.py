@@ -84,14 +84,14 @@ def a_copy_fails_in_a_step():
         else:
             break
         transfer.close()
-        run.simulated.synchronize()
+        run.accelerator.synchronize()
         run.engine.destroy()
     assert number > 5, number
 
 
 def check_masters(run, whole):
     """Each was updated once or twice, whole, and nothing is on its way."""
-    assert not run.simulated._queue.pending_tensors()
+    assert not run.accelerator._queue.pending_tensors()
     pairs = zip(run.zero.fp32_partitioned_groups_flat, run.zero.fp16_partitioned_groups_flat, strict=True)
     for index, (master, partition) in enumerate(pairs):
         steps = run.zero.optimizer.state[master]["step"]
@@ -123,12 +123,12 @@ def an_attach_that_fails_changes_nothing():
     run = Run({}, False, 0)
     iterate(run, 1)
     run.attached = True
-    original, failed = run.simulated.on_host, 0
-    run.simulated.on_host, calls = failing_after(0, original)
+    original, failed = run.accelerator.on_host, 0
+    run.accelerator.on_host, calls = failing_after(0, original)
     run.attach()
     zero3.detach(run.engine)
     for number in range(1, calls[0] + 1):
-        run.simulated.on_host, _ = failing_after(number, original)
+        run.accelerator.on_host, _ = failing_after(number, original)
         try:
             run.attach()
         except RefusedError:
@@ -136,7 +136,7 @@ def an_attach_that_fails_changes_nothing():
             assert attachments.get(run.zero) is None
         else:  # where only the best way was asked for
             zero3.detach(run.engine)
-        run.simulated.on_host = original
+        run.accelerator.on_host = original
         assert all(type(each.grad) is torch.Tensor for each in run.zero.fp32_partitioned_groups_flat)
     assert failed > 10
     for seed in (2, 3):
@@ -176,7 +176,9 @@ def detached_after(number):
         assert (one is None and other is None) or torch.equal(one, other)
     zero, flat = run.zero, run.zero.grad_partitions_flat_buffer
     assert all(type(each.grad) is torch.Tensor for each in zero.fp32_partitioned_groups_flat)
-    assert all(run.simulated.is_pinned(each.grad) for each in zero.fp32_partitioned_groups_flat), "as DeepSpeed made it"
+    assert all(run.accelerator.is_pinned(each.grad) for each in zero.fp32_partitioned_groups_flat), (
+        "as DeepSpeed made it"
+    )
     views = zero._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition.values()
     assert all(each.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr() for each in views)
     run.engine.destroy()
@@ -190,7 +192,7 @@ def another_transfer_that_is_refused_changes_nothing():
         iterate(each, 1)
     first = attachments.get(run.zero)
     gradients, transfer = first.gradients, first.transfer
-    second = build_transfer(DIRECT, run.simulated)
+    second = build_transfer(DIRECT, run.accelerator)
     prepare, locked = second.prepare, set()
 
     def refuses(source):
@@ -216,12 +218,12 @@ def another_transfer_that_is_refused_changes_nothing():
 def pinned_memory_is_given_back():
     run = Run({}, False, 0)
     numel = sum(each.numel() for each in run.zero.fp32_partitioned_groups_flat)
-    before = run.simulated.pinned_bytes
+    before = run.accelerator.pinned_bytes
     run.attached = True
     run.attach()
     locked = attachments.get(run.zero).transfer.pinned_bytes
     assert attachments.get(run.zero).gradients.saved_bytes == 4 * numel
-    assert run.simulated.pinned_bytes - locked == before - 4 * numel
+    assert run.accelerator.pinned_bytes - locked == before - 4 * numel
     run.engine.destroy()
 
 

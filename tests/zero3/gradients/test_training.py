@@ -1,36 +1,41 @@
 """Gradients that go to the host once: everything that DeepSpeed does and tells is what it is without, bit for bit."""
 
-import os
+import functools
 
 import pytest
 import torch
 
-from tests.running import run_python
+from accelerators.testing import accelerator_or_skip
 from tests.zero3.gradients import training
-from tests.zero3.launching import FORKED_RANKS, LAUNCH_SECONDS
+from tests.zero3.launching import run_ranks
 
 # A launch has a time limit of its own.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(func_only=True)]
-RANKS = 2
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory, why_no_cpu_adam):
+def trained_on(tmp_path_factory):
+    """Gives what was trained on ranks of one accelerator; the first test of each trains it all."""
+
+    @functools.cache
+    def train(accelerator, ranks):
+        out = tmp_path_factory.mktemp("gradients")
+        run_ranks(ranks, [training.__file__, out, accelerator], {"CHECKPOINTS": str(out)})
+        return {name: [torch.load(out / f"{name}-{rank}.pt") for rank in range(ranks)] for name in training.CASES}
+
+    return train
+
+
+@pytest.fixture(scope="module", params=["simulated-2", "cuda-1", "cuda-2"])
+def trained(request, trained_on, why_no_cpu_adam):
     if why_no_cpu_adam is not None:
         pytest.skip(why_no_cpu_adam)
-    out = tmp_path_factory.mktemp("gradients")
-    done = run_python(
-        "-c",
-        FORKED_RANKS,
-        RANKS,
-        training.__file__,
-        str(out),
-        environment={**os.environ, "CHECKPOINTS": str(out)},
-        timeout=LAUNCH_SECONDS,
-        forked=True,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
-    return {name: [torch.load(out / f"{name}-{rank}.pt") for rank in range(RANKS)] for name in training.CASES}
+    accelerator, ranks = request.param.split("-")
+    if accelerator == "cuda":
+        accelerator_or_skip("cuda", request.config)
+        if torch.cuda.device_count() < int(ranks):
+            pytest.skip("This machine has one GPU.")
+    return trained_on(accelerator, int(ranks))
 
 
 @pytest.mark.parametrize("name", training.CASES)

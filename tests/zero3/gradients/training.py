@@ -1,8 +1,8 @@
 """Real ZeRO-3 with CPU Adam on several ranks, by DeepSpeed alone and with gradients that go to the host once.
 
-Usage: ``training.py OUT``, on ranks as ``launching.FORKED_RANKS`` starts them. Writes, for each case, what was seen on
-the way, with and without: losses, gradients that were asked for, weights and moments at the end. Real elements only:
-the padding of a master is uninitialised memory in DeepSpeed.
+Usage: ``training.py OUT ACCELERATOR``, on ranks as a launcher starts them. Writes, for each case, what was seen on the
+way, with and without: losses, gradients that were asked for, weights and moments at the end. Real elements only: the
+padding of a master is uninitialised memory in DeepSpeed.
 """
 
 import os
@@ -14,6 +14,7 @@ import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from torch.utils.checkpoint import checkpoint
 
+from accelerators import get_accelerator
 from accelerators.simulated import SimulatedAccelerator
 from tests.zero3 import cpu_adam_build
 from transfer import build_transfer, zero3
@@ -21,7 +22,8 @@ from transfer.zero3 import tiles
 from transfer.zero3.attachments import attachments
 
 #: Masters here are small: let them be updated in tiles all the same.
-tiles.TILE_ELEMENTS = tiles.ALIGNMENT_ELEMENTS = 1024
+tiles.ALIGNMENT_ELEMENTS = 1024
+tiles.default_tile_elements = lambda: 1024
 DIRECT = {"strategy": "pinned_direct", "fallback": False}
 WIDTH, LAYERS, STEPS = 47, 4, 6
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -57,12 +59,17 @@ class Model(torch.nn.Module):
 class Run:
     """One training of a case; see ``CASES``."""
 
-    def __init__(self, case, attached, seed):
+    def __init__(self, case, attached, seed, accelerator="simulated"):
         self.case, self.attached, self.seen = case, attached, []
         self.rank = int(os.environ["RANK"])
-        self.simulated = SimulatedAccelerator(seed=seed, eager=bool(seed % 2))
-        deepspeed.accelerator.set_accelerator(self.simulated.as_deepspeed())
-        deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
+        self.device = torch.device("cpu")
+        if accelerator == "simulated":
+            self.accelerator = SimulatedAccelerator(seed=seed, eager=bool(seed % 2))
+            deepspeed.accelerator.set_accelerator(self.accelerator.as_deepspeed())
+            deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
+        else:
+            self.accelerator = get_accelerator(accelerator)
+            self.device = torch.device(accelerator, torch.cuda.current_device())
         torch.manual_seed(1)
         self.model = Model()
         self.model.checkpoints = case.get("checkpoints", False)
@@ -80,8 +87,8 @@ class Run:
         self.engine = deepspeed.initialize(model=self.model, optimizer=optimizer, config=self.config())[0]
         self.zero = self.engine.optimizer
         for partition in self.zero.fp16_partitioned_groups_flat:
-            if partition is not None and not case.get("on_host"):
-                self.simulated.adopt(partition)
+            if partition is not None and accelerator == "simulated" and not case.get("on_host"):
+                self.accelerator.adopt(partition)
         if attached and not case.get("attach_at") and not case.get("install"):
             self.attach()
 
@@ -112,7 +119,7 @@ class Run:
         if self.case.get("install"):
             zero3.install(DIRECT)
             return
-        zero3.attach(self.engine, build_transfer(self.case.get("transfer", DIRECT), self.simulated))
+        zero3.attach(self.engine, build_transfer(self.case.get("transfer", DIRECT), self.accelerator))
 
     @property
     def gradients(self):
@@ -125,7 +132,7 @@ class Run:
         for step in range(case.get("steps", STEPS)):
             for micro_step in range(micro_steps):
                 used = case.get("used", lambda *_: range(LAYERS))(step, micro_step)
-                batch = torch.randn(2, WIDTH, generator=generator).to(DTYPES[case.get("dtype", "bf16")])
+                batch = torch.randn(2, WIDTH, generator=generator).to(self.device, DTYPES[case.get("dtype", "bf16")])
                 loss = self.engine(batch, used).float().pow(2).mean()
                 self.engine.backward(loss)
                 self.see("loss", loss)
@@ -150,7 +157,7 @@ class Run:
             self.see("weight", get.safe_get_full_fp32_param(parameter))
             self.see("moments", *(get.safe_get_full_optimizer_state(parameter, k) for k in ("exp_avg", "exp_avg_sq")))
         self.see("skipped", torch.tensor(self.engine.skipped_steps))
-        self.simulated.synchronize()
+        self.accelerator.synchronize()
         pairs = zip(self.zero.fp16_partitioned_groups_flat, self.zero.fp32_partitioned_groups_flat, strict=True)
         copied = [same_bits(partition, master.detach().to(partition.dtype)) for partition, master in pairs]
         gradients, result = self.gradients, {"seen": self.seen, "copied": copied}
@@ -164,7 +171,7 @@ class Run:
 
 def same_bits(one, other):
     width = {2: torch.int16, 4: torch.int32}[one.element_size()]
-    return torch.equal(one.detach().view(width), other.view(width))
+    return torch.equal(one.detach().cpu().view(width), other.cpu().view(width))
 
 
 def look(run, *_):
@@ -186,12 +193,14 @@ def at(step, action):
 
 def set_full(run):
     parameter = run.model.shift
-    deepspeed.utils.safe_set_full_grad(parameter, torch.linspace(-1, 1, parameter.ds_numel).view(parameter.ds_shape))
+    values = torch.linspace(-1, 1, parameter.ds_numel, device=run.device).view(parameter.ds_shape)
+    deepspeed.utils.safe_set_full_grad(parameter, values)
 
 
 def set_local(run):
     parameter = run.parameters[0]
-    deepspeed.utils.safe_set_local_grad(parameter, torch.linspace(-1, 1, parameter.ds_tensor.numel()))
+    values = torch.linspace(-1, 1, parameter.ds_tensor.numel(), device=run.device)
+    deepspeed.utils.safe_set_local_grad(parameter, values)
 
 
 def update_vectorized(run):
@@ -226,7 +235,7 @@ def see_in_hook(run):
 
 def reattach(run):
     if run.attached:
-        zero3.attach(run.engine, build_transfer({"strategy": "pinned_staged", "fallback": False}, run.simulated))
+        zero3.attach(run.engine, build_transfer({"strategy": "pinned_staged", "fallback": False}, run.accelerator))
 
 
 def detach(run):
@@ -322,13 +331,15 @@ CASES: dict[str, dict] = {
 
 
 def main():
-    out, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+    out, accelerator, rank = Path(sys.argv[1]), sys.argv[2], int(os.environ["RANK"])
+    if accelerator == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     cpu_adam_build.ask_the_cpu_once()
     for number, (name, case) in enumerate(CASES.items()):
         case["name"] = name.replace(" ", "_")
         results = []
         for attached in (False, True):
-            run = Run(case, attached, seed=number)
+            run = Run(case, attached, number, accelerator)
             if number == 0 and not attached:
                 deepspeed.init_distributed()
             results.append(run.train())
