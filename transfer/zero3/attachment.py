@@ -114,7 +114,7 @@ class Attachment:
         why_not = state.why_not_once() or waits_because or self._cannot_carry()
         if why_not is not None:
             self._give_gradients_back()
-            if stage3.keeps_masters_in_memory:
+            if stage3.keeps_masters_in_memory or stage3.swaps:
                 logger.info("gradients of this ZeRO-3 engine go to the host in fp32 too: %s", why_not)
         elif self.gradients is None:
             self.gradients = HostGradients(stage3.optimizer, self.transfer)

@@ -48,6 +48,8 @@ def reset(original: Callable[..., Any]) -> Callable[..., Any]:
         for sub_group_id in masters:
             view.unflatten(sub_group_id)
             view.forget_gradients(sub_group_id)
+            if attachment.gradients is not None:
+                attachment.gradients.show(sub_group_id)
         return None
 
     return patched

@@ -50,7 +50,8 @@ def update(original: Callable[..., Any]) -> Callable[..., Any]:
         attachment.release_source(sub_group_id)  # an update writes what a copy might still read
         plan, view = attachment.plan, Stage3(optimizer)
         if plan is None or not plan.in_tiles or not plan.defers():
-            attachment.hold_gradient(sub_group_id)
+            if attachment.has_lazy_gradient(view, sub_group_id):
+                attachment.hold_gradient(sub_group_id)
             return original(optimizer, sub_group_id, *args)
         pair = plan.tile_partitions(sub_group_id)
         if pair is None and not attachment.has_lazy_gradient(view, sub_group_id):
@@ -105,7 +106,10 @@ def release(original: Callable[..., Any]) -> Callable[..., Any]:
         attachment = attachments.get(optimizer)
         if attachment is not None and (attachment.plan is None or sub_group_id in attachment.plan.swapped):
             attachment.release_source(sub_group_id)
-        return original(optimizer, sub_group_id, *args)
+        result = original(optimizer, sub_group_id, *args)
+        if attachment is not None and attachment.gradients is not None:
+            attachment.gradients.show(sub_group_id)
+        return result
 
     return patched
 

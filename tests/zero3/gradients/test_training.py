@@ -65,6 +65,12 @@ def test_it_was_done(trained, name):
             assert attached["buffers"] == (2 if training.CASES[name].get("micro_steps", 1) > 1 else 1)
 
 
+@pytest.mark.parametrize("name", [name for name in training.CASES if name.startswith("nvme")])
+def test_gradients_never_go_to_files(trained, name):
+    for alone, attached in trained[name]:
+        assert attached["bytes"]["written"] < alone["bytes"]["written"] * 0.99
+
+
 def test_the_cases_happen(trained):
     def values(name, what):
         return [value for each, value in trained[name][0][0]["seen"] if each == what]

@@ -15,13 +15,11 @@ from accelerators import Accelerator
 
 from ...in_flight import InFlightCopy, finish_stream
 from ...interface import HostToDeviceTransfer
-from ..stage3 import GradientState, Stage3, computes_at_once
+from ..stage3 import GradientState, Stage3, SwappedState, computes_at_once
 from .buffers import Buffers
 from .lazy_gradient import LazyGradient
 from .master_gradient import MasterGradient, Piece
-
-#: How much is compared at a time with what DeepSpeed holds when its buffers are taken over.
-_COMPARED_ELEMENTS = 2**22
+from .taking_over import can_take, keep_what_differs
 
 
 class HostGradients:
@@ -47,6 +45,7 @@ class HostGradients:
         self._optimizer = weakref.ref(optimizer)  # which holds us, by its gradients
         self._buffers = Buffers(self._state.accumulated, transfer)
         self._masters: dict[int, MasterGradient] = {}
+        self._swapped: dict[int, MasterGradient] = {}  # those of them whose sub-groups are in files
         self._pieces: dict[int, tuple[MasterGradient, Piece, int]] = {}  # with where its buffer's part begins
         self._reducing: Collection[int] = ()  # those of which DeepSpeed may write now what was reduced
         self._final: set[Piece] = set()  # and those of them that it has written to its fp32 buffer
@@ -63,27 +62,46 @@ class HostGradients:
         Blocks while each is compared with the cast of what was accumulated: what differs is kept as it is.
         """
         state, base = self._state, 0
+        swapped = state.stage3.swapped()
         for sub_group_id in state.stage3.sub_groups:
             parameters = state.parameters(sub_group_id)
             numel = sum(each.numel for each in parameters)
-            if self._can_take(state, sub_group_id, base, numel):
+            if can_take(state, sub_group_id, self._buffers[0], base, self._transfer.accelerator.on_host):
                 make = functools.partial(self._make, sub_group_id)
-                before = state.stage3.master(sub_group_id).grad
                 taken = MasterGradient(
-                    self._buffers, base, parameters, before.dtype, self.settle, self._is_reduced, make
+                    self._buffers, base, parameters, torch.float32, self.settle, self._is_reduced, make
                 )
-                self._compare(taken, before)
-                self._masters[sub_group_id] = taken
+                if sub_group_id in swapped:
+                    self._take_from_files(state, sub_group_id, taken)
+                else:
+                    self._take_buffer(state, sub_group_id, taken)
                 for piece in taken.pieces:
                     self._pieces[piece.parameter.key] = (taken, piece, base + piece.parameter.offset)
-                state.stage3.master(sub_group_id).grad = LazyGradient(taken, 0, numel)
-                self.saved_bytes += before.nbytes
-                state.unpin(before)
-                del before
             base += numel
         empty = getattr(self._transfer.accelerator, "empty_host_cache", None)
         if self.saved_bytes and empty is not None:
             empty()
+
+    def _take_buffer(self, state: GradientState, sub_group_id: int, taken: MasterGradient) -> None:
+        before = state.stage3.master(sub_group_id).grad
+        keep_what_differs(taken, before, [(0, taken.numel)])
+        self._masters[sub_group_id] = taken
+        state.stage3.master(sub_group_id).grad = LazyGradient(taken, 0, taken.numel)
+        self.saved_bytes += before.nbytes
+        state.unpin(before)
+
+    def _take_from_files(self, state: GradientState, sub_group_id: int, taken: MasterGradient) -> None:
+        swapped = SwappedState(state.stage3, sub_group_id)
+        with swapped.gradient() as (before, ranges):
+            keep_what_differs(taken, before, ranges)
+        self._masters[sub_group_id] = self._swapped[sub_group_id] = taken
+        swapped.show_gradient(LazyGradient(taken, 0, taken.numel))
+
+    def show(self, sub_group_id: int) -> None:
+        """Lets DeepSpeed read the gradient of a swapped sub-group: it has dropped it after a step. Idempotent."""
+        taken = self._swapped.get(sub_group_id)
+        if taken is not None:
+            SwappedState(self._state.stage3, sub_group_id).show_gradient(LazyGradient(taken, 0, taken.numel))
 
     def hold(self, sub_group_id: int) -> None:
         """Lets DeepSpeed have the fp32 buffer of a sub-group again. Idempotent."""
@@ -102,7 +120,8 @@ class HostGradients:
         on_device: dict[int, Tensor] = {}
         self._reducing = on_device
         try:
-            with state.reducing_into(functools.partial(self._on_device, state, accelerator, sizes, on_device)):
+            find = functools.partial(self._on_device, state, accelerator, sizes, on_device)
+            with state.reducing_into(find), state.receiving(self._receive):
                 yield
             for key, reduced in on_device.items():
                 self._to_host(state, accelerator, key, reduced)
@@ -117,7 +136,8 @@ class HostGradients:
         self.settle()
         self._reducing = self._pieces
         try:
-            yield
+            with self._state.receiving(self._receive):
+                yield
             for piece in self._final:
                 self._pieces[piece.parameter.key][0].reduced(piece)
         finally:
@@ -150,7 +170,7 @@ class HostGradients:
         """Gives DeepSpeed everything back as it would be without us. Blocks. Idempotent."""
         self.settle()
         state = self._state
-        for taken in self._masters.values():
+        for taken in tuple(self._masters.values()):
             taken.hold()
         first = self._buffers[0]
         for key, (_, piece, begin) in self._pieces.items():
@@ -158,7 +178,7 @@ class HostGradients:
             if piece.current:
                 here.copy_(self._buffers.part(piece, begin))
                 state.move(key, here)
-        self._masters, self._pieces = {}, {}
+        self._masters, self._pieces, self._swapped = {}, {}, {}
         self._buffers.unprepare()
 
     def forget(self) -> None:
@@ -167,40 +187,21 @@ class HostGradients:
             self.settle()
         stage3 = self._state.stage3
         for sub_group_id, taken in self._masters.items():
-            if taken.memory is None:
+            if sub_group_id in self._swapped:
+                SwappedState(stage3, sub_group_id).hide_gradient()
+            elif taken.memory is None:
                 stage3.master(sub_group_id).grad = None
-        self._masters, self._pieces = {}, {}
+        self._masters, self._pieces, self._swapped = {}, {}, {}
         self._buffers.unprepare()
 
-    def _can_take(self, state: GradientState, sub_group_id: int, base: int, numel: int) -> bool:
-        gradient, first = state.stage3.master(sub_group_id).grad, self._buffers[0]
-        return (
-            type(gradient) is Tensor
-            and all(map(self._transfer.accelerator.on_host, (gradient, state.stage3.master(sub_group_id), first)))
-            and gradient.dtype == torch.float32 == state.stage3.master(sub_group_id).dtype
-            and gradient.dim() == 1
-            and gradient.is_contiguous()
-            and gradient.numel() == numel
-            and all(
-                state.view(each.key).data_ptr() == first.narrow(0, base + each.offset, each.numel).data_ptr()
-                for each in state.parameters(sub_group_id)
-                if each.numel
-            )
-        )
-
-    def _compare(self, taken: MasterGradient, before: Tensor) -> None:
-        """Keeps the values of each parameter that are not the cast of what was accumulated."""
-        for piece in taken.pieces:
-            _, offset, numel = piece.parameter
-            for begin in range(offset, offset + numel, _COMPARED_ELEMENTS):
-                length = min(_COMPARED_ELEMENTS, offset + numel - begin)
-                here, there = (
-                    each.view(torch.int32) for each in (taken.read(begin, length), before.narrow(0, begin, length))
-                )
-                piece.is_zero = piece.is_zero and not there.any()
-                if not torch.equal(here, there):
-                    piece.own = before.narrow(0, offset, numel).clone()
-                    break
+    def _receive(self, sub_group_id: int, offset: int, values: Tensor) -> bool:
+        """Takes a part of the gradient that DeepSpeed would write to a file."""
+        taken = self._swapped.get(sub_group_id)
+        if taken is None:
+            return False
+        taken.write(offset, values)
+        self.show(sub_group_id)
+        return True
 
     def _on_device(
         self,
@@ -266,6 +267,11 @@ class HostGradients:
         if optimizer is None:
             return taken.read(0, taken.numel)
         state = self._state
+        if self._swapped.pop(sub_group_id, None) is not None:
+            # It lives until the sub-group's next step, and nobody copies it to the device.
+            made = taken.read(0, taken.numel)
+            SwappedState(state.stage3, sub_group_id).show_gradient(made)
+            return made
         made = state.zeros(taken.numel, taken.dtype)
         taken.read(0, taken.numel, out=made)
         master = state.stage3.master(sub_group_id)

@@ -46,6 +46,8 @@ class LazyGradient(Tensor):
             result = known(*args, **kwargs)
             if result is not None:
                 return result
+        if function is _aten.copy_.default and _is_buffer_for(args[0], args[1]):
+            return args[1].copy_to(args[0])
         # An argument of which something is written or kept, as the function's schema says, needs real memory.
         schema = function._schema.arguments
         by_name = {each.name: each for each in schema}
@@ -56,6 +58,11 @@ class LazyGradient(Tensor):
     def values(self) -> Tensor:
         """A plain tensor with these values, not to be written. Blocks while they are made."""
         return self.owner.read(self.offset, self.numel())
+
+    def copy_to(self, buffer: Tensor) -> Tensor:
+        """Makes the values in a buffer, which has as many elements of the dtype, flat, on the host. Returns it."""
+        made = self.owner.read(self.offset, self.numel(), buffer)
+        return buffer if made.data_ptr() == buffer.data_ptr() else buffer.copy_(made)
 
     def hold(self) -> Tensor:
         """This range of the real gradient, which is made for it."""
@@ -81,6 +88,16 @@ class LazyGradient(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.values().clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+def _is_buffer_for(destination: Any, source: Any) -> bool:
+    return (
+        type(destination) is Tensor
+        and type(source) is LazyGradient
+        and destination.device.type == "cpu"
+        and (destination.dtype, destination.shape) == (source.dtype, source.shape)
+        and destination.is_contiguous()
+    )
 
 
 def _real(argument: Any, keep: bool) -> Any:

@@ -23,6 +23,7 @@ from .names import (
     UPDATE,
 )
 from .optimizer import Stage3, SwapFile, buffers_of
+from .swapped import SwappedState
 from .versions import (
     deepspeed_config,
     deepspeed_version,
@@ -52,6 +53,7 @@ __all__ = [
     "Parameter",
     "Stage3",
     "SwapFile",
+    "SwappedState",
     "buffers_of",
     "computes_at_once",
     "deepspeed_config",

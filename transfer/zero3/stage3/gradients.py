@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from .cpu_adam import updates_in_parts
 from .names import HAS_OVERFLOW, PARTITION_GRADS
 from .optimizer import Stage3
+from .swapped import receiving, why_not_received
 
 #: The attribute ``__param_id_to_grad_partition``.
 _VIEWS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
@@ -88,6 +90,10 @@ class GradientState:
         finally:
             setattr(self._optimizer, _VIEWS, before)
 
+    def receiving(self, receive: Callable[[int, int, Tensor], bool]) -> AbstractContextManager[None]:
+        """A block in which gradients of swapped sub-groups are given to ``receive``; see ``swapped.receiving``."""
+        return receiving(self._optimizer, receive) if self.stage3.swaps else contextlib.nullcontext()
+
     @contextlib.contextmanager
     def judging(self, values: Tensor) -> Iterator[None]:
         """Within the block, the check for overflow reads ``values`` in place of ``accumulated``."""
@@ -115,8 +121,8 @@ class GradientState:
     def why_not_once(self) -> str | None:
         """Why each gradient must go to the host in fp32 too, as a reason that follows "because", or None."""
         optimizer, stage3 = self._optimizer, self.stage3
-        if not stage3.keeps_masters_in_memory:
-            return "the optimizer's state is not kept in host memory"
+        if not getattr(optimizer, "offload_optimizer", False):
+            return "the optimizer's state is not offloaded"
         if stage3.overrides_step:
             return "SuperOffload and ZenFlow handle gradients differently"
         missing = [name for name in (PARTITION_GRADS, HAS_OVERFLOW) if not hasattr(optimizer, name)]
@@ -127,7 +133,7 @@ class GradientState:
             return f"{type(stage3.cpu_optimizer).__name__} does not update in tiles"
         if getattr(optimizer, "torch_autocast_gradscaler", None) is not None:
             return "a GradScaler reads them"
-        return None
+        return why_not_received(optimizer) if stage3.swaps else None
 
 
 class _Views(Mapping[int, Tensor]):

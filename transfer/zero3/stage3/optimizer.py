@@ -49,6 +49,11 @@ class Stage3:
         optimizer = self.optimizer
         return bool(getattr(optimizer, "offload_optimizer", False)) and not getattr(optimizer, "swap_optimizer", False)
 
+    @property
+    def swaps(self) -> bool:
+        """Whether masters may be on NVMe between steps; small ones stay in memory."""
+        return bool(getattr(self.optimizer, "swap_optimizer", False))
+
     def updaters(self) -> list[Any]:
         """The optimizers that update masters: the host's, the device's, and Muon's own; None for one that is not."""
         muon = getattr(self.cpu_optimizer, "aux_optimizer", None)
@@ -116,7 +121,7 @@ class Stage3:
 
     def swap_file(self, sub_group_id: int) -> SwapFile | None:
         """The file of a swapped master, or None where DeepSpeed's records are not as known here."""
-        info = self._swap_info(sub_group_id)
+        info = self.swap_info(sub_group_id)
         tensors, paths = getattr(info, "tensors", None), getattr(info, "swap_paths", None)
         if tensors and hasattr(tensors[0], "swap_path"):
             path = str(tensors[0].swap_path)
@@ -128,7 +133,7 @@ class Stage3:
 
     def forget_gradients(self, sub_group_id: int) -> None:
         """Drops the waiting gradients of a swapped sub-group, as swapping it out does."""
-        self._swap_info(sub_group_id).release_unswapped_gradients()
+        self.swap_info(sub_group_id).release_unswapped_gradients()
         self.optimizer.fp32_partitioned_groups_flat[sub_group_id].grad = None
 
     def reload(self, sub_group_id: int) -> None:
@@ -137,7 +142,8 @@ class Stage3:
         getattr(self.optimizer, COPY_BACK)(sub_group_id)
         getattr(self.optimizer, RELEASE)(sub_group_id, set())
 
-    def _swap_info(self, sub_group_id: int) -> Any:
+    def swap_info(self, sub_group_id: int) -> Any:
+        """DeepSpeed's record of a swapped sub-group, or None."""
         infos = getattr(self.optimizer.optimizer_swapper, "swap_params_info", {})
         return infos.get(getattr(self.optimizer.fp32_partitioned_groups_flat[sub_group_id], "ds_id", None))
 
