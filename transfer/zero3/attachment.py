@@ -23,7 +23,8 @@ from . import tiles
 from .gradients import HostGradients, LazyGradient
 from .plan import StepPlan
 from .stage3 import GradientState, Stage3
-from .swap_buffers import SwapBuffers
+from .swapped.swap_buffers import SwapBuffers
+from .swapped.swapped_states import SwappedStates
 from .tiles import TileStream
 
 logger = logging.getLogger("transfer")
@@ -42,7 +43,8 @@ class Attachment:
         takes_gradients: Whether gradients may go to the host once; a measurement may want them as DeepSpeed has them.
         asked_gradients: Whether it was asked if they may.
         gradients: Those of the optimizer, where they go to the host once; else None.
-        stream: Updates masters tile by tile, from the first such update on.
+        stream: Updates masters in memory tile by tile, from the first such update on.
+        states: Those of swapped sub-groups, which pass through a step.
     """
 
     transfer: HostToDeviceTransfer
@@ -54,6 +56,7 @@ class Attachment:
     asked_gradients: bool = False
     gradients: HostGradients | None = None
     stream: TileStream | None = None
+    states: SwappedStates = field(init=False)
     _in_flight: list[tuple[int, int, InFlightCopy]] = field(default_factory=list)
     _interrupted: bool = False
     _masters: dict[int, weakref.ref[torch.UntypedStorage]] = field(default_factory=dict)  # those that were prepared
@@ -62,6 +65,7 @@ class Attachment:
 
     def __post_init__(self) -> None:
         self._swap_buffers = SwapBuffers(self.transfer)
+        self.states = SwappedStates(self.transfer)
 
     @property
     def deferred(self) -> bool:
@@ -179,11 +183,13 @@ class Attachment:
         if storage is not None and all(other() is not storage for other in self._masters.values()):
             self.transfer.unprepare(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
 
-    def submit(self, sub_group_id: int, destination: Any, source: Any, offset: int = 0) -> None:
+    def submit(self, sub_group_id: int, destination: Any, source: Any, offset: int = 0) -> InFlightCopy:
         """Starts a copy that ``finish`` waits for, to the part of a partition that begins at element ``offset``."""
         self._interrupted = True  # until the copy is in the list
-        self._in_flight.append((sub_group_id, offset, self.transfer.submit(destination, source)))
+        copy = self.transfer.submit(destination, source)
+        self._in_flight.append((sub_group_id, offset, copy))
         self._interrupted = False
+        return copy
 
     def copy(self, sub_group_id: int, destination: Any, source: Any) -> None:
         """Makes a copy; blocks until the destination holds the values."""
@@ -234,7 +240,7 @@ class Attachment:
         if close and self.gradients is not None:
             self.gradients.forget()
             self.gradients = None
-        run_all([self.finish, self._give_gradients_back, *closes, self.unprepare])
+        run_all([self.finish, self.states.close, self._give_gradients_back, *closes, self.unprepare])
 
 
 def _wait(sub_group_id: int, offset: int, copy: InFlightCopy) -> None:

@@ -30,6 +30,8 @@ logger = logging.getLogger("transfer")
 def reset(original: Callable[..., Any]) -> Callable[..., Any]:
     def patched(optimizer: Any) -> Any:
         attachment, view = attachments.find(optimizer), Stage3(optimizer)
+        if attachment is not None:
+            attachment.states.forget()
         masters = None if attachment is None else _masters(view, attachment)
         if attachment is None or not masters:
             return original(optimizer)
@@ -55,7 +57,19 @@ def reset(original: Callable[..., Any]) -> Callable[..., Any]:
     return patched
 
 
-PATCHES: dict[str, Patch] = {stage3.RESET: reset}
+def state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
+    """What is saved is whole: state that could not be written is written now, or an error."""
+
+    def patched(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        attachment = attachments.get(optimizer)
+        if attachment is not None:
+            attachment.states.check()
+        return original(optimizer, *args, **kwargs)
+
+    return patched
+
+
+PATCHES: dict[str, Patch] = {stage3.RESET: reset, stage3.STATE_DICT: state_dict}
 
 
 def _masters(view: Stage3, attachment: Attachment) -> dict[int, tuple[Any, SwappedTensor]] | None:

@@ -27,6 +27,7 @@ class StepPlan:
         waits_because: Why each copy-back of this step waits, as far as was known at its start; None where they do not.
         swapped: The sub-groups whose state is on NVMe.
         in_tiles: Whether the optimizer on the host updates in tiles.
+        passes: Whether the state of the swapped ones passes through in tiles; None until the first of them is prepared.
 
     Raises:
         AcceleratorFailedError: The transfer's accelerator is unknown or not available here.
@@ -38,6 +39,7 @@ class StepPlan:
         self.waits_because = why_wait(stage3, deferred=deferred)
         self.swapped = stage3.swapped()
         self.in_tiles = self.waits_because is None and updates_in_parts(stage3.cpu_optimizer)
+        self.passes: bool | None = None
         self._tiled: tuple[int, Any] | None = None  # what was copied in tiles, and from where to where
 
     def partitions(self, sub_group_id: int) -> tuple[Any, Any] | None:
@@ -52,6 +54,10 @@ class StepPlan:
         if known is None or known[0] != place:
             known = self._answers[sub_group_id] = (place, self._transfer.is_host_to_device(destination, master))
         return pair if known[1] else None
+
+    def is_passing(self, sub_group_id: int) -> bool:
+        """Whether the state of this sub-group passes from files through the step."""
+        return bool(self.passes) and sub_group_id in self.swapped
 
     def tile(self, sub_group_id: int, partitions: tuple[Any, Any]) -> None:
         """Notes that tiles of a sub-group's copy-back were submitted while it was updated."""

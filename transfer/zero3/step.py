@@ -1,9 +1,10 @@
 """The patches of a step, in the order in which they run.
 
-``step`` makes the plan, and waits at the end of the step, also after an error. ``update`` updates a master tile by
-tile, and submits what was updated, where the optimizer can do that; else ``copy_back`` submits the whole. ``release``
-waits for a master whose buffer DeepSpeed is about to reuse. ``post_step``, in which parameters are gathered, waits for
-everything. Between steps every copy is finished.
+``step`` makes the plan, and waits at the end of the step, also after an error. ``prepare`` begins to read state that
+passes from files through the step. ``update`` updates a master tile by tile, and submits what was updated, where the
+optimizer can do that; else ``copy_back`` submits the whole. ``release`` waits for a master whose buffer DeepSpeed is
+about to reuse. ``post_step``, in which parameters are gathered, waits for everything. Between steps every copy is
+finished, and files hold all state that is in files.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from . import stage3, summary
 from .attachments import attachments
 from .patching import Patch
 from .plan import StepPlan
-from .stage3 import Stage3
+from .stage3 import Stage3, SwappedState
+from .swapped import passing
 
 
 def step(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -34,10 +36,23 @@ def step(original: Callable[..., Any]) -> Callable[..., Any]:
                 if not attachment.asked_gradients:  # of an engine that is older than `install`
                     attachment.take_gradients(Stage3(optimizer), attachment.plan.waits_because)
                 result = original(optimizer, *args, **kwargs)
+            except BaseException:
+                passing.abandon(attachment, Stage3(optimizer))
+                raise
             finally:
                 attachment.plan = None
         report()
         return result
+
+    return patched
+
+
+def prepare(original: Callable[..., Any]) -> Callable[..., Any]:
+    def patched(optimizer: Any, sub_group_id: int, *args: Any, **kwargs: Any) -> Any:
+        attachment = attachments.get(optimizer)
+        if attachment is not None and passing.passes(attachment, Stage3(optimizer), sub_group_id):
+            return None
+        return original(optimizer, sub_group_id, *args, **kwargs)
 
     return patched
 
@@ -49,6 +64,12 @@ def update(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(optimizer, sub_group_id, *args)
         attachment.release_source(sub_group_id)  # an update writes what a copy might still read
         plan, view = attachment.plan, Stage3(optimizer)
+        if plan is not None and plan.is_passing(sub_group_id):
+            with passing.updating(attachment, view, sub_group_id):
+                result = original(optimizer, sub_group_id, *args)
+            if not plan.defers():
+                attachment.finish()
+            return result
         if plan is None or not plan.in_tiles or not plan.defers():
             if attachment.has_lazy_gradient(view, sub_group_id):
                 attachment.hold_gradient(sub_group_id)
@@ -78,6 +99,10 @@ def copy_back(original: Callable[..., Any]) -> Callable[..., Any]:
         if attachment is None:
             return original(optimizer, sub_group_id)
         view, plan = Stage3(optimizer), attachment.plan
+        if plan is not None and plan.is_passing(sub_group_id):
+            summary.of(attachment).copy_back(view, sub_group_id, served=True)
+            view.unflatten(sub_group_id)
+            return None
         pair = attachment.partitions(view, sub_group_id)
         defers = plan is not None and plan.defers()
         in_tiles = plan is not None and plan.take_tiled(sub_group_id) and defers
@@ -104,7 +129,11 @@ def copy_back(original: Callable[..., Any]) -> Callable[..., Any]:
 def release(original: Callable[..., Any]) -> Callable[..., Any]:
     def patched(optimizer: Any, sub_group_id: int, *args: Any) -> Any:
         attachment = attachments.get(optimizer)
-        if attachment is not None and (attachment.plan is None or sub_group_id in attachment.plan.swapped):
+        plan = None if attachment is None else attachment.plan
+        if attachment is not None and plan is not None and plan.is_passing(sub_group_id):
+            SwappedState(Stage3(optimizer), sub_group_id).let_go()
+            return None
+        if attachment is not None and (plan is None or sub_group_id in plan.swapped):
             attachment.release_source(sub_group_id)
         result = original(optimizer, sub_group_id, *args)
         if attachment is not None and attachment.gradients is not None:
@@ -119,6 +148,7 @@ def post_step(original: Callable[..., Any]) -> Callable[..., Any]:
         attachment = attachments.get(optimizer)
         if attachment is not None:
             attachment.finish()
+            attachment.states.settle()
             summary.of(attachment).step(Stage3(optimizer))
         return original(optimizer, *args, **kwargs)
 
@@ -127,6 +157,7 @@ def post_step(original: Callable[..., Any]) -> Callable[..., Any]:
 
 PATCHES: dict[str, Patch] = {
     stage3.STEP: step,
+    stage3.PREPARE: prepare,
     stage3.UPDATE: update,
     stage3.COPY_BACK: copy_back,
     stage3.RELEASE: release,

@@ -11,9 +11,9 @@ those of one call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -37,11 +37,53 @@ def default_tile_elements() -> int:
     return 2**20 * torch.get_num_threads()
 
 
+def aligned(elements: int) -> int:
+    """Rounded down to a multiple of ``ALIGNMENT_ELEMENTS``, but not to none."""
+    return max(1, elements // ALIGNMENT_ELEMENTS) * ALIGNMENT_ELEMENTS
+
+
 def plan_tiles(numel: int, tile_elements: int) -> Iterator[tuple[int, int]]:
     """Yields ``(offset, length)`` in elements, in order, covering ``range(numel)`` exactly once."""
-    step = max(1, tile_elements // ALIGNMENT_ELEMENTS) * ALIGNMENT_ELEMENTS
+    step = aligned(tile_elements)
     for offset in range(0, max(1, numel), step):
         yield offset, min(step, numel - offset)
+
+
+class Tiles(Protocol):
+    """Where the state of a master is, and where it goes."""
+
+    def take(self, offset: int, length: int) -> tuple[Tensor, ...]:
+        """The parts of parameters, first and second moments that the next tile has. Blocks until they are in memory."""
+
+    def updated(self, offset: int, length: int, *, copy: bool) -> None:
+        """Called once for each tile that was taken and updated; ``copy``: its parameters go to the device."""
+
+
+class MemoryTiles:
+    """State that stays in host memory.
+
+    Args:
+        state: Parameters, first and second moments: flat, equally long.
+        submit: Called with offset and length of what was updated and is to be copied.
+        copy_elements: The most elements of a copy, rounded up to whole tiles.
+    """
+
+    def __init__(self, state: Sequence[Tensor], submit: Callable[[int, int], None], copy_elements: int) -> None:
+        self._state, self._submit, self._copy_elements = state, submit, copy_elements
+        self._begin = 0  # of what is not submitted yet
+
+    def take(self, offset: int, length: int) -> tuple[Tensor, ...]:
+        return tuple(tensor.narrow(0, offset, length) for tensor in self._state)
+
+    def updated(self, offset: int, length: int, *, copy: bool) -> None:
+        end = offset + length
+        if copy and end - self._begin >= min(self._copy_elements, self._state[0].numel() - end):
+            self._submit(self._begin, end - self._begin)
+            self._begin = end
+
+
+#: Makes the tiles of an update from its arguments: parameters, first and second moments. None: it is another update.
+MakeTiles = Callable[..., "Tiles | None"]
 
 
 class TileStream:
@@ -55,54 +97,73 @@ class TileStream:
         self.tile_elements = tile_elements
         self._scratch: Tensor | None = None  # for the gradient of one tile
 
-    @contextmanager
     def updating(
         self, optimizer: Any, master: Any, submit: Callable[[int, int], None], copy_elements: int
-    ) -> Iterator[None]:
-        """Within the block, the update of ``master`` is made in tiles.
+    ) -> AbstractContextManager[None]:
+        """A block in which the update of ``master`` is made in tiles; see ``passing`` and ``MemoryTiles``.
 
         Args:
             optimizer: A CPU Adam of which ``updates_in_parts`` holds.
-            master: The flat fp32 partition.
+            master: The flat fp32 partition, in memory.
             submit: Called with offset and length of what was updated and is to be copied.
             copy_elements: The most elements of a copy, rounded up to whole tiles.
         """
 
+        def make_tiles(*state: Tensor) -> Tiles | None:
+            is_master = state[0].data_ptr() == master.data_ptr() and state[0].numel() == master.numel()
+            is_flat = all(tensor.dim() == 1 and tensor.is_contiguous() for tensor in state)
+            return MemoryTiles(state, submit, copy_elements) if is_master and is_flat else None
+
+        return self.passing(optimizer, make_tiles)
+
+    @contextmanager
+    def passing(self, optimizer: Any, make_tiles: MakeTiles) -> Iterator[None]:
+        """Within the block, updates by ``optimizer`` are made in tiles, where ``make_tiles`` has some.
+
+        Args:
+            optimizer: A CPU Adam of which ``updates_in_parts`` holds.
+            make_tiles: See ``MakeTiles``.
+        """
+
         def update(original: Callable[..., Any], *arguments: Any) -> Any:
             *scalars, parameters, gradients, first_moments, second_moments = arguments
-            tensors = (parameters, first_moments, second_moments)
-            is_master = parameters.data_ptr() == master.data_ptr() and parameters.numel() == master.numel()
-            if not is_master or not all(tensor.dim() == 1 and tensor.is_contiguous() for tensor in tensors):
+            tiles = make_tiles(parameters, first_moments, second_moments)
+            if tiles is None:
                 gradients = gradients.hold() if isinstance(gradients, LazyGradient) else gradients
                 return original(*scalars, parameters, gradients, first_moments, second_moments)
-            begin, end, numel = 0, 0, parameters.numel()
-            try:
-                for offset, length in plan_tiles(numel, self.tile_elements):
-                    tile = self._tile(offset, length, parameters, gradients, first_moments, second_moments)
-                    # Before the update: Ctrl-C while the op runs is raised when it has ended; nothing comes in between.
-                    end = offset + length
-                    original(*scalars, *tile)
-                    if end - begin >= min(copy_elements, numel - end):
-                        submit(begin, end - begin)
-                        begin = end
-            except BaseException:
-                # The optimizer has counted the step: a master that is updated in part would stay wrong.
-                for offset, length in plan_tiles(numel - end, self.tile_elements):
-                    if length:
-                        original(*scalars, *self._tile(end + offset, length, *arguments[-4:]))
-                raise
+            self._update(tiles, gradients, lambda *tile: original(*scalars, *tile))
             return None
 
         with replacing_op(optimizer, update):
             yield
 
-    def _tile(
-        self, offset: int, length: int, parameters: Tensor, gradients: Tensor, *moments: Tensor
-    ) -> tuple[Tensor, ...]:
-        """The parts of all of these that belong to a tile."""
-        parameter, *parts = (tensor.narrow(0, offset, length) for tensor in (parameters, *moments))
-        if isinstance(gradients, LazyGradient):
-            if self._scratch is None or self._scratch.numel() < length:
-                self._scratch = torch.empty(max(length, min(self.tile_elements, parameters.numel())))
-            return parameter, gradients.owner.read(gradients.offset + offset, length, self._scratch), *parts
-        return parameter, gradients.narrow(0, offset, length), *parts
+    def _update(self, tiles: Tiles, gradients: Tensor, update: Callable[..., Any]) -> None:
+        numel = gradients.numel()
+        updated = submitted = 0  # elements
+        try:
+            for offset, length in plan_tiles(numel, self.tile_elements):
+                parameter, *moments = tiles.take(offset, length)
+                gradient = self._gradient(gradients, offset, length)
+                # Before the update: Ctrl-C while the op runs is raised when it has ended; nothing comes in between.
+                updated = offset + length
+                update(parameter, gradient, *moments)
+                submitted = updated
+                tiles.updated(offset, length, copy=True)
+        except BaseException:
+            # The optimizer has counted the step: a master that is updated in part would stay wrong.
+            if submitted < updated:
+                tiles.updated(submitted, updated - submitted, copy=False)
+            for offset, length in plan_tiles(numel - updated, self.tile_elements):
+                if length:
+                    parameter, *moments = tiles.take(updated + offset, length)
+                    update(parameter, self._gradient(gradients, updated + offset, length), *moments)
+                    tiles.updated(updated + offset, length, copy=False)
+            raise
+
+    def _gradient(self, gradients: Tensor, offset: int, length: int) -> Tensor:
+        """The gradient of a tile, in memory."""
+        if not isinstance(gradients, LazyGradient):
+            return gradients.narrow(0, offset, length)
+        if self._scratch is None or self._scratch.numel() < length:
+            self._scratch = torch.empty(max(length, min(self.tile_elements, gradients.numel())))
+        return gradients.owner.read(gradients.offset + offset, length, self._scratch)

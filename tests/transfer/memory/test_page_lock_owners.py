@@ -136,7 +136,7 @@ def test_a_finalizer_between_two_locks_is_no_deadlock():
         from transfer import PinnedDirectTransfer
         from transfer.memory import host_budget
         from transfer.zero3.stage3 import Stage3
-        from transfer.zero3.swap_buffers import SwapBuffers
+        from transfer.zero3.swapped.swap_buffers import SwapBuffers
 
         faulthandler.dump_traceback_later(20, exit=True)
         simulated = SimulatedAccelerator()

@@ -18,7 +18,7 @@ from ...interface import HostToDeviceTransfer
 from ..stage3 import GradientState, Stage3, SwappedState, computes_at_once
 from .buffers import Buffers
 from .lazy_gradient import LazyGradient
-from .master_gradient import MasterGradient, Piece
+from .master_gradient import MasterGradient, Piece, StepGradient
 from .taking_over import can_take, keep_what_differs
 
 
@@ -102,6 +102,11 @@ class HostGradients:
         taken = self._swapped.get(sub_group_id)
         if taken is not None:
             SwappedState(self._state.stage3, sub_group_id).show_gradient(LazyGradient(taken, 0, taken.numel))
+
+    def of_step(self, sub_group_id: int) -> LazyGradient | None:
+        """The gradient of a swapped sub-group for one step, which may scale it; None where DeepSpeed has it."""
+        taken = self._swapped.get(sub_group_id)
+        return None if taken is None else LazyGradient(StepGradient(taken), 0, taken.numel)
 
     def hold(self, sub_group_id: int) -> None:
         """Lets DeepSpeed have the fp32 buffer of a sub-group again. Idempotent."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from .master_gradient import MasterGradient
+from .master_gradient import MasterGradient, StepGradient
 
 _aten = torch.ops.aten
 
@@ -23,13 +23,13 @@ class LazyGradient(Tensor):
     known cost no memory.
     """
 
-    owner: MasterGradient
+    owner: MasterGradient | StepGradient
     offset: int
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch's own classes do
 
     @staticmethod
-    def __new__(cls, owner: MasterGradient, offset: int, numel: int) -> LazyGradient:
+    def __new__(cls, owner: MasterGradient | StepGradient, offset: int, numel: int) -> LazyGradient:
         made = torch.Tensor._make_wrapper_subclass(cls, (numel,), dtype=owner.dtype, device=torch.device("cpu"))
         made.owner, made.offset = owner, offset
         if hasattr(torch._C, "_set_throw_on_mutable_data_ptr"):  # compiled code that asks for its address gets an error

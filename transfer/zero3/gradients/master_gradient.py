@@ -183,5 +183,47 @@ class MasterGradient:
             yield self.pieces[index], start, stop
 
 
+class StepGradient:
+    """A master's gradient in one step, whose factors go with it: that of a sub-group whose state is in files.
+
+    DeepSpeed reads the gradient of such a one anew in each step, scales it in a swap buffer, and drops it.
+
+    Args:
+        gradient: Stays as it is.
+    """
+
+    def __init__(self, gradient: MasterGradient) -> None:
+        self.dtype, self.numel = gradient.dtype, gradient.numel
+        self._gradient = gradient
+        self._factors: list[float] = []
+
+    def read(self, offset: int, length: int, out: Tensor | None = None) -> Tensor:
+        """As that of ``MasterGradient``, times the factors."""
+        buffer = torch.empty(length, dtype=self.dtype) if out is None else out.narrow(0, 0, length)
+        made = self._gradient.read(offset, length, buffer)
+        if made.data_ptr() != buffer.data_ptr():
+            buffer.copy_(made)
+        for factor in self._factors:
+            buffer.mul_(factor)
+        return buffer
+
+    def scale(self, factor: float) -> None:
+        """Multiplies all of it, as ``mul_`` does."""
+        if factor != 1.0:
+            self._factors.append(factor)
+
+    def write(self, offset: int, values: Tensor) -> None:
+        """Cannot be: nobody's code runs between a step's scaling and its updates.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        raise RuntimeError(f"elements {offset} to {offset + values.numel()} of a gradient cannot be set in a step")
+
+    def hold(self) -> Tensor:
+        """A copy in memory."""
+        return self.read(0, self.numel)
+
+
 def _alike(one: Piece, other: Piece) -> bool:
     return one.own is None is other.own and (one.final, one.since) == (other.final, other.since)

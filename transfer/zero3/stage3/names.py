@@ -7,13 +7,16 @@ from packaging.version import Version
 
 #: The methods that are replaced, in the order of a step.
 STEP = "step"
+PREPARE = "_prepare_sub_group"
 UPDATE = "_optimizer_step"
 COPY_BACK = "_reassign_or_swap_out_partitioned_parameters"
 RELEASE = "_release_sub_group"
 POST_STEP = "_post_step"
-#: The others that are replaced: after a checkpoint was loaded, at the end, and of the engine when it is made.
+#: The others that are replaced: after a checkpoint was loaded, at the end, before one is saved, and of the engine when
+#: it is made.
 RESET = "reset_swap_buffers"
 DESTROY = "destroy"
+STATE_DICT = "state_dict"
 CONFIGURE = "_configure_zero_optimizer"
 #: Those that handle gradients: each reduction in backward, the last one where the caller does not manage accumulation,
 #: and the check for overflow.
@@ -23,7 +26,7 @@ HAS_OVERFLOW = "has_overflow"
 
 #: The methods that a step's patches rely on: those that are replaced, and those that run in between.
 REPLACED = (STEP, UPDATE, COPY_BACK, RELEASE, POST_STEP)
-SITES = (*REPLACED, "_prepare_sub_group", "unscale_and_clip_grads")
+SITES = (*REPLACED, PREPARE, "unscale_and_clip_grads")
 FLAT = ("fp16_partitioned_groups_flat", "fp32_partitioned_groups_flat")
 #: The first and the last version whose step was read.
 READ = (Version("0.16.0"), Version("0.19.8"))
@@ -33,7 +36,7 @@ _ALL, _SINCE_0_17, _SINCE_0_18 = ("0.16.0", "0.19.8"), ("0.17.6", "0.19.8"), ("0
 NAMES = {
     # ZeRO-3's optimizer; the copy-back has the same body in all of these, and SuperOffload has its own
     **dict.fromkeys(("DeepSpeedZeroOptimizer_Stage3", UPDATE, COPY_BACK, RELEASE, POST_STEP, RESET), _ALL),
-    **dict.fromkeys(("_prepare_sub_group", "unscale_and_clip_grads", "_unflatten_partitioned_parameters"), _ALL),
+    **dict.fromkeys((PREPARE, "unscale_and_clip_grads", "_unflatten_partitioned_parameters"), _ALL),
     **dict.fromkeys(("fp16_partitioned_groups_flat", "fp32_partitioned_groups_flat"), _ALL),
     **dict.fromkeys(("swap_optimizer", "_swappable_optimizer_subgroup"), _ALL),
     "zenflow": _SINCE_0_17,

@@ -92,6 +92,11 @@ class Stage3:
         is_master = plain and destination.numel() and destination.data_ptr() == master.data_ptr()
         return None if is_master or not plain else (destination, master)
 
+    def low_precision(self, sub_group_id: int) -> Any:
+        """The low-precision partition, flat, or None where it is in a file."""
+        partition = self.optimizer.fp16_partitioned_groups_flat[sub_group_id]
+        return None if partition is None else partition.data
+
     def unflatten(self, sub_group_id: int) -> None:
         """Lets the parameters' partitions point into the flat low-precision partition."""
         self.optimizer._unflatten_partitioned_parameters(sub_group_id)

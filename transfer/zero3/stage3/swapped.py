@@ -5,12 +5,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .optimizer import Stage3
 
+#: How the files of Adam's two moments are called; DeepSpeed adds the master's name.
+_MOMENTS = ("exp_avg-", "exp_avg_sq-")
 #: What of a swapper gradients go through, in all versions that were read.
 _NEEDED = ("swap_out_gradients", "swap_params_info")
 #: And of the optimizer: reads a sub-group's state and gradient into swap buffers, and lets go of them.
@@ -33,6 +37,29 @@ class SwappedState:
         """Whether DeepSpeed has a record of it that is as known here."""
         info = self._info
         return info is not None and all(hasattr(info, name) for name in ("swapped_gradients", "unswapped_gradients"))
+
+    def files(self) -> list[str] | None:
+        """The paths of the master, the first and the second moments; None while not all of them were written."""
+        info = self._info
+        tensors = list(getattr(info, "tensors", []))
+        paths = [Path(str(getattr(each, "swap_path", ""))) for each in tensors]
+        names = [each.name for each in paths[1:]]
+        is_adam = len(names) == len(_MOMENTS) and all(map(str.startswith, names, _MOMENTS))
+        if not is_adam or not info.has_state_tensors or self.stage3.uses_buffers:
+            return None
+        return [str(each) for each in paths] if all(each.is_file() for each in paths) else None
+
+    def stand_in(self, numel: int, gradient: Tensor) -> None:
+        """Gives the master a size and a gradient, but no memory: what is left of it passes through elsewhere."""
+        master = self.stage3.master(self.sub_group_id)
+        master.data = torch.zeros(1, dtype=master.dtype).expand(numel)
+        master.grad = gradient
+
+    def let_go(self) -> None:
+        """Undoes ``stand_in``: as DeepSpeed leaves a master that it has swapped out."""
+        master = self.stage3.master(self.sub_group_id)
+        master.grad = None
+        master.data = torch.empty(0, dtype=master.dtype)
 
     def show_gradient(self, gradient: Tensor) -> None:
         """Lets DeepSpeed read the gradient of the sub-group from a tensor, and from no file.

@@ -12,9 +12,9 @@ import functools
 import weakref
 from typing import Any
 
-from ..errors import run_all
-from ..interface import HostToDeviceTransfer
-from .stage3 import Stage3, buffers_of
+from ...errors import run_all
+from ...interface import HostToDeviceTransfer
+from ..stage3 import Stage3, buffers_of
 
 
 class SwapBuffers:

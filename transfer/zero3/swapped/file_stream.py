@@ -1,0 +1,221 @@
+"""The optimizer state of a step, from files and back: reads run ahead of the updates, writes behind.
+
+One stream of tiles over all sub-groups. While one is updated, the next ones are read, those before it are written, and
+the device reads their masters, all at once. The thread that makes the step starts everything; threads of two pools read
+and write. Nothing of it runs between steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+from torch import Tensor
+
+from ...errors import SwapError, TransferError, run_all
+from ...in_flight import InFlightCopy
+from ...interface import HostToDeviceTransfer
+from .slots import Slot, Tile
+
+#: Tiles in memory at once: one is updated, the others are read or written.
+SLOTS = 4
+#: Threads that read, and as many that write.
+THREADS = 4
+
+#: Starts the copy to the device of a range of a sub-group's master: begin, elements, and where the values are.
+Submit = Callable[[int, int, Tensor], InFlightCopy | None]
+
+
+class FileStream:
+    """Reads and writes tiles of state in order.
+
+    Args:
+        transfer: Page-locks the memory that the device reads.
+        tile_elements: Of the largest tile.
+    """
+
+    def __init__(self, transfer: HostToDeviceTransfer, tile_elements: int) -> None:
+        self.tile_elements = tile_elements
+        self._transfer = transfer
+        self._slots = [Slot(tile_elements) for _ in range(SLOTS)]
+        self._free = list(self._slots)
+        self._coming: deque[Tile] = deque()
+        self._read: deque[Slot] = deque()
+        self._current: Slot | None = None
+        self._written: deque[Slot] = deque()
+        self._unwritten: list[Slot] = []  # what could not be written: the only good copy of that state
+        self._has_updated = False  # of the tiles since `begin`
+        self._torn: str | None = None
+        self._readers = ThreadPoolExecutor(THREADS, "h2d-state-read")
+        self._writers = ThreadPoolExecutor(THREADS, "h2d-state-write")
+        try:
+            for slot in self._slots:
+                transfer.prepare(slot.tensors[0])
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its memory."""
+        return sum(slot.num_bytes for slot in self._slots)
+
+    @property
+    def sample(self) -> Tensor:
+        """Memory as copies to the device read it."""
+        return self._slots[0].tensors[0]
+
+    def begin(self, tiles: Iterable[Tile]) -> None:
+        """Starts to read the tiles of a step, in order. What an earlier step has left unwritten is written first.
+
+        Raises:
+            SwapError: It still cannot be written.
+            TransferError: An earlier step has updated a part of the state. A checkpoint must be loaded.
+        """
+        self.settle()
+        if self._torn is not None:
+            raise TransferError(self._torn)
+        self._has_updated = False
+        self._coming.extend(tiles)
+        self._advance()
+
+    def take(self, sub_group_id: int, offset: int) -> tuple[Tensor, ...]:
+        """Master, first and second moments of the next tile. Blocks until they are in memory.
+
+        Raises:
+            SwapError: They cannot be read. Nothing of the tile is lost; it is the next one still.
+        """
+        if self._current is None:
+            if not self._read:
+                self._start(self._next_free())
+            self._current = self._read.popleft()
+        slot, tile = self._current, self._current.tile
+        if tile is None or (tile.sub_group_id, tile.offset) != (sub_group_id, offset):
+            raise TransferError(f"element {offset} of sub-group {sub_group_id} is not the next, which is {tile}")
+        try:
+            slot.wait()
+        except BaseException:
+            with contextlib.suppress(Exception):
+                slot.wait()
+            slot.read(self._readers, tile)  # again, for whoever asks again
+            raise
+        state = tuple(tensor.narrow(0, 0, tile.length) for tensor in slot.tensors)
+        self._advance()
+        return state
+
+    def updated(self, submit: Submit | None) -> None:
+        """Starts to write the tile that was taken last, and to copy it, if ``submit`` is given."""
+        slot, self._current = self._current, None
+        if slot is None or slot.tile is None:
+            return
+        self._has_updated = True
+        self._written.append(slot)
+        slot.write(self._writers, slot.tile)
+        if submit is not None:
+            slot.copy = submit(slot.tile.offset, slot.tile.length, slot.tensors[0].narrow(0, 0, slot.tile.length))
+        self._advance()
+
+    @property
+    def has_taken(self) -> bool:
+        """Whether a tile was taken that is not written yet."""
+        return self._current is not None
+
+    def settle(self) -> None:
+        """Blocks until everything is written, and no device reads it; tiles that were not updated are forgotten.
+
+        What could not be written stays in memory, and is tried again.
+
+        Raises:
+            SwapError: The first error of a write.
+        """
+        if self._has_updated and (self._coming or self._read or self._current) and self._torn is None:
+            self._torn = (
+                "an earlier step ended after it had updated a part of the optimizer's state in files: load a checkpoint"
+            )
+        self._coming.clear()
+        for slot in (*self._read, *filter(None, [self._current])):
+            with contextlib.suppress(Exception):
+                slot.wait()
+            slot.free()
+            self._free.append(slot)
+        self._read.clear()
+        self._current = None
+        self._write_again()
+        errors = []
+        while self._written:
+            try:
+                self._leave()
+            except Exception as error:  # noqa: BLE001, PERF203 - it is raised below
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def forget(self) -> None:
+        """Settles, but drops what could not be written: the files have got other state. Blocks."""
+        for slot in self._unwritten:
+            slot.free()
+        self._free.extend(self._unwritten)
+        self._unwritten.clear()
+        self.settle()
+        self._torn = None
+
+    def close(self) -> None:
+        """Settles, and gives everything back. Idempotent.
+
+        Raises:
+            SwapError: State could not be written: it is lost.
+        """
+        slots, self._slots = self._slots, []
+        run_all(
+            [
+                self.settle,
+                *(functools.partial(self._transfer.unprepare, slot.tensors[0]) for slot in slots),
+                self._readers.shutdown,
+                self._writers.shutdown,
+            ]
+        )
+
+    def _advance(self) -> None:
+        """Starts as many reads as there are slots for, without waiting."""
+        while self._written and self._written[0].is_idle:
+            with contextlib.suppress(SwapError):  # it is raised when the stream settles
+                self._leave()
+        while self._coming and self._free:
+            self._start(self._free.pop())
+
+    def _start(self, slot: Slot) -> None:
+        slot.read(self._readers, self._coming.popleft())
+        self._read.append(slot)
+
+    def _next_free(self) -> Slot:
+        """Blocks until a slot is free. Raises the error of a write where no slot could be written."""
+        if not self._free and not self._written:
+            self._write_again()
+        while not self._free:
+            try:
+                self._leave()
+            except SwapError:  # noqa: PERF203 - the others may be written
+                if not self._written:
+                    raise
+        return self._free.pop()
+
+    def _write_again(self) -> None:
+        again, self._unwritten = self._unwritten, []
+        self._written.extend(again)
+        for slot in again:
+            if slot.tile is not None:
+                slot.write(self._writers, slot.tile)
+
+    def _leave(self) -> None:
+        """Blocks until the tile that was updated first is written and copied; its slot is free then."""
+        slot = self._written[0]
+        try:
+            slot.wait()
+        except SwapError:
+            self._unwritten.append(self._written.popleft())
+            raise
+        slot.free()
+        self._free.append(self._written.popleft())
