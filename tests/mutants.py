@@ -36,6 +36,8 @@ VERIFY = ("tests/transfer/verification",)
 
 GRADIENTS = "transfer/zero3/gradients/"
 LAZY = ("tests/zero3/gradients",)
+SWAPPED = "transfer/zero3/swapped/"
+STREAM = ("tests/zero3/swapped",)
 
 MUTANTS = [
     Mutant(
@@ -297,9 +299,9 @@ MUTANTS = [
     ),
     Mutant(
         "values that differ when they are taken over are lost",
-        GRADIENTS + "host_gradients.py",
-        "                if not torch.equal(here, there):\n",
-        "                if False:\n",
+        GRADIENTS + "taking_over.py",
+        "            if not torch.equal(here, there):\n",
+        "            if False:\n",
         LAZY,
     ),
     Mutant(
@@ -361,15 +363,15 @@ MUTANTS = [
     Mutant(
         "a tile does not end at a whole vector",
         "transfer/zero3/tiles.py",
-        "step = max(1, tile_elements // ALIGNMENT_ELEMENTS) * ALIGNMENT_ELEMENTS",
-        "step = max(1, tile_elements - 1)",
+        "    step = aligned(tile_elements)\n",
+        "    step = max(1, tile_elements - 1)\n",
         (*LAZY, "tests/zero3/test_tiles.py"),
     ),
     Mutant(
         "a copy has elements that are not updated yet",
         "transfer/zero3/tiles.py",
-        "submit(begin, end - begin)",
-        "submit(begin, numel - begin)",
+        "self._submit(self._begin, end - self._begin)",
+        "self._submit(self._begin, self._state[0].numel() - self._begin)",
         ("tests/zero3/test_tiles.py", "tests/zero3/test_plan.py"),
     ),
     Mutant(
@@ -378,6 +380,90 @@ MUTANTS = [
         " and tiled[1] == _place(*partitions)",
         "",
         ("tests/zero3/test_plan.py",),
+    ),
+    Mutant(
+        "a slot is read into while the device still reads its master",
+        SWAPPED + "slots.py",
+        "                self.copy.release_source()\n",
+        "                pass\n",
+        STREAM,
+    ),
+    Mutant(
+        "a tile is updated before it was read",
+        SWAPPED + "file_stream.py",
+        "        try:\n            slot.wait()\n        except BaseException:\n            with",
+        "        try:\n            pass\n        except BaseException:\n            with",
+        STREAM,
+    ),
+    Mutant(
+        "a slot is free while it is written",
+        SWAPPED + "file_stream.py",
+        "        try:\n            slot.wait()\n        except SwapError:\n",
+        "        try:\n            pass\n        except SwapError:\n",
+        STREAM,
+    ),
+    Mutant(
+        "what could not be written is forgotten",
+        SWAPPED + "file_stream.py",
+        "            self._unwritten.append(self._written.popleft())\n            raise\n",
+        "            self._free.append(self._written.popleft())\n            raise\n",
+        STREAM,
+    ),
+    Mutant(
+        "a step goes on behind one that ended in the middle of a sub-group",
+        SWAPPED + "file_stream.py",
+        "        if self._torn is not None:\n            raise TransferError(self._torn)\n",
+        "",
+        STREAM,
+    ),
+    Mutant(
+        "what an interrupted step has left is written over a checkpoint",
+        SWAPPED + "file_stream.py",
+        "        self._free.extend(self._unwritten)\n        self._unwritten.clear()\n",
+        "",
+        STREAM,
+    ),
+    Mutant(
+        "a tile that was updated when Ctrl-C came is not written",
+        "transfer/zero3/tiles.py",
+        "            if submitted < updated:\n",
+        "            if False:\n",
+        STREAM,
+    ),
+    Mutant(
+        "the rest of a short transfer is not made",
+        SWAPPED + "state_file.py",
+        "            at += done\n",
+        "            at = len(memory)\n",
+        STREAM,
+    ),
+    Mutant(
+        "a file that was replaced is written on",
+        SWAPPED + "swapped_states.py",
+        " and all(file.is_there for file in files)",
+        "",
+        STREAM,
+    ),
+    Mutant(
+        "the factors of a step stay with the gradient of a sub-group in files",
+        GRADIENTS + "host_gradients.py",
+        "LazyGradient(StepGradient(taken), 0, taken.numel)",
+        "LazyGradient(taken, 0, taken.numel)",
+        LAZY,
+    ),
+    Mutant(
+        "the gradient of a sub-group in files is not shown again after a step",
+        "transfer/zero3/step.py",
+        "            attachment.gradients.show(sub_group_id)\n",
+        "            pass\n",
+        LAZY,
+    ),
+    Mutant(
+        "steps end before the files hold everything",
+        "transfer/zero3/step.py",
+        "            attachment.states.settle()\n",
+        "",
+        STREAM,
     ),
     Mutant(
         "a negative view loses its sign",

@@ -33,8 +33,10 @@ SWAPPED = (1_049_088, 1_049_600)
 IN_MEMORY = 512
 #: Of three sub-groups at once where reads and writes are pipelined.
 BUFFERS = 12
-#: Of each, at least half of what is left in tiles of 1,024 elements: 1,025 tiles are 11 copies, 512 elements are one.
-COPIES = 11 + 11 + 1
+#: Both are 33 of these. In the first step, which DeepSpeed swaps, at least half of what is left is one copy: 6 of them.
+#: In the others, each tile is one.
+TILE_ELEMENTS = 2**15
+COPIES, TILES = 6 + 6 + 1, 33 + 33 + 1
 PIPELINED = {"pipeline_read": True, "pipeline_write": True}
 
 pipelining = pytest.mark.parametrize("pipeline", [{}, PIPELINED], ids=["plain", "pipelined"])
@@ -47,6 +49,7 @@ def spec_of(tmp_path, pipeline=(), **more):
         "dtype": "bf16",
         "optimizer": "DeepSpeedCPUAdam",
         "width": 1024,
+        "tile_elements": TILE_ELEMENTS,
         "offload_optimizer": offload,
         **more,
         "zero": {"sub_group_size": 600_000, **more.get("zero", {})},
@@ -67,13 +70,20 @@ def trained(spec, runs, tmp_path):
 @pipelining
 def test_swapped_masters_go_in_tiles_out_of_page_locked_buffers(tmp_path, pipeline):
     results = trained(spec_of(tmp_path, pipeline), RUNS, tmp_path)
-    page_locked = (BUFFERS * max(SWAPPED) + IN_MEMORY) * 4
+    swap_buffers = (BUFFERS * max(SWAPPED) + IN_MEMORY) * 4
     for name, got in results.items():
         for mine in got if len(got) == 2 else ():  # the numbers of elements are those of two ranks
             assert mine["sub_groups"] == 3
-            assert mine["submitted"] == {"deepspeed": 0, "immediate": 3 * 3}.get(name, 3 * COPIES)
+            assert mine["submitted"] == {"deepspeed": 0, "immediate": 3 * 3}.get(name, COPIES + 2 * TILES)
             direct = name.startswith("direct") or name == "immediate"
-            assert mine["page_locked_bytes"] == (page_locked if direct else 0)
+            if name == "immediate":
+                assert mine["page_locked_bytes"] == swap_buffers
+            else:  # the masters of four tiles, whatever the swap buffers have
+                assert (
+                    4 * 4 * TILE_ELEMENTS < mine["page_locked_bytes"] < 2**20
+                    if direct
+                    else not mine["page_locked_bytes"]
+                )
             assert mine["stats"].get("pinned_direct", {"copies": 0})["copies"] == (mine["submitted"] if direct else 0)
 
 
@@ -84,7 +94,7 @@ def test_a_checkpoint_is_restored_from_the_masters_files(tmp_path, pipeline):
         for mine in got:
             assert len(mine["seen"]) == 3
             # Five steps, and a checkpoint: two files, and a master in memory that is waited for.
-            expected = 5 * COPIES + 3 if len(got) == 2 and name != "deepspeed" else mine["submitted"]
+            expected = COPIES + 4 * TILES + 3 if len(got) == 2 and name != "deepspeed" else mine["submitted"]
             assert mine["submitted"] == expected
             assert mine["waited_at_once"] == (0 if name == "deepspeed" else 1)
             assert mine["stats"].get("nvme_swapped", {"copies": 0})["copies"] == (0 if name == "deepspeed" else 2)

@@ -71,6 +71,7 @@ def simulate(spec):
 
 
 def train(spec, run, simulated, rank):
+    tiles.default_tile_elements = lambda: spec.get("tile_elements", 1024)
     torch.manual_seed(7)
     dtype = DTYPES[spec["dtype"]]
     width = spec.get("width", 128)

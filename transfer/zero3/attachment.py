@@ -170,6 +170,10 @@ class Attachment:
                 self._unprepare(before)
         self.transfer.prepare(master)
 
+    def unprepare_swap_buffers(self) -> None:
+        """Undoes ``prepare`` for DeepSpeed's swap buffers. Idempotent."""
+        self._swap_buffers.unprepare()
+
     def unprepare(self) -> None:
         """Undoes ``prepare`` for every master and buffer."""
         masters, self._masters = self._masters, {}

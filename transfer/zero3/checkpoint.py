@@ -30,8 +30,9 @@ logger = logging.getLogger("transfer")
 def reset(original: Callable[..., Any]) -> Callable[..., Any]:
     def patched(optimizer: Any) -> Any:
         attachment, view = attachments.find(optimizer), Stage3(optimizer)
-        if attachment is not None:
-            attachment.states.forget()
+        if attachment is not None and attachment.states.forget():
+            # DeepSpeed restores no counts of steps: after a step that ended in its middle, they would differ for good.
+            stage3.level_steps(view.cpu_optimizer)
         masters = None if attachment is None else _masters(view, attachment)
         if attachment is None or not masters:
             return original(optimizer)

@@ -56,7 +56,10 @@ class Tiles(Protocol):
         """The parts of parameters, first and second moments that the next tile has. Blocks until they are in memory."""
 
     def updated(self, offset: int, length: int, *, copy: bool) -> None:
-        """Called once for each tile that was taken and updated; ``copy``: its parameters go to the device."""
+        """Called for each tile that was taken and updated; ``copy``: its parameters go to the device.
+
+        After an error or an interrupt of such a call, it comes again, without ``copy``.
+        """
 
 
 class MemoryTiles:
@@ -147,8 +150,8 @@ class TileStream:
                 # Before the update: Ctrl-C while the op runs is raised when it has ended; nothing comes in between.
                 updated = offset + length
                 update(parameter, gradient, *moments)
-                submitted = updated
                 tiles.updated(offset, length, copy=True)
+                submitted = updated
         except BaseException:
             # The optimizer has counted the step: a master that is updated in part would stay wrong.
             if submitted < updated:

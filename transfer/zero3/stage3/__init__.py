@@ -5,7 +5,7 @@ of DeepSpeed, read what it does under these names, and change this folder, the a
 in ``pyproject.toml``. ``NAMES`` says in which versions each name exists.
 """
 
-from .cpu_adam import replacing_op, updates_in_parts
+from .cpu_adam import level_steps, replacing_op, updates_in_parts
 from .gradients import GradientState, Parameter, computes_at_once
 from .names import (
     CONFIGURE,
@@ -64,6 +64,7 @@ __all__ = [
     "deepspeed_version",
     "engine_class",
     "is_zero3",
+    "level_steps",
     "moved",
     "optimizer_classes",
     "replacing_op",

@@ -23,6 +23,14 @@ def updates_in_parts(cpu_optimizer: Any) -> bool:
     return is_cpu_adam and deepspeed_version() >= _PARTS_SINCE
 
 
+def level_steps(cpu_optimizer: Any) -> None:
+    """Gives all masters the count of steps of the one that has most."""
+    states = [state for state in cpu_optimizer.state.values() if "step" in state]
+    most = max((state["step"] for state in states), default=0)
+    for state in states:
+        state["step"] = most
+
+
 @contextlib.contextmanager
 def replacing_op(cpu_optimizer: Any, update: Callable[..., Any]) -> Iterator[None]:
     """Within the block, ``update(original, *arguments)`` runs in place of each update by CPU Adam's op.

@@ -47,7 +47,7 @@ class FileStream:
         self._current: Slot | None = None
         self._written: deque[Slot] = deque()
         self._unwritten: list[Slot] = []  # what could not be written: the only good copy of that state
-        self._has_updated = False  # of the tiles since `begin`
+        self._updating: int | None = None  # the sub-group of which not all is updated, though the step is counted
         self._torn: str | None = None
         self._readers = ThreadPoolExecutor(THREADS, "h2d-state-read")
         self._writers = ThreadPoolExecutor(THREADS, "h2d-state-write")
@@ -73,12 +73,11 @@ class FileStream:
 
         Raises:
             SwapError: It still cannot be written.
-            TransferError: An earlier step has updated a part of the state. A checkpoint must be loaded.
+            TransferError: An earlier step ended in the middle of a sub-group. A checkpoint must be loaded.
         """
         self.settle()
         if self._torn is not None:
             raise TransferError(self._torn)
-        self._has_updated = False
         self._coming.extend(tiles)
         self._advance()
 
@@ -86,12 +85,16 @@ class FileStream:
         """Master, first and second moments of the next tile. Blocks until they are in memory.
 
         Raises:
-            SwapError: They cannot be read. Nothing of the tile is lost; it is the next one still.
+            SwapError: They cannot be read. Nothing of the tile is lost; it is the next one still. Where the stream
+                settles before all of the sub-group is updated, it wants a checkpoint.
         """
+        self._updating = sub_group_id
         if self._current is None:
             if not self._read:
                 self._start(self._next_free())
-            self._current = self._read.popleft()
+            self._current = self._read[0]
+        if self._read and self._read[0] is self._current:
+            self._read.popleft()
         slot, tile = self._current, self._current.tile
         if tile is None or (tile.sub_group_id, tile.offset) != (sub_group_id, offset):
             raise TransferError(f"element {offset} of sub-group {sub_group_id} is not the next, which is {tile}")
@@ -107,21 +110,21 @@ class FileStream:
         return state
 
     def updated(self, submit: Submit | None) -> None:
-        """Starts to write the tile that was taken last, and to copy it, if ``submit`` is given."""
-        slot, self._current = self._current, None
+        """Starts to write the tile that was taken last, and to copy it, if ``submit`` is given. Idempotent."""
+        slot = self._current
         if slot is None or slot.tile is None:
             return
-        self._has_updated = True
-        self._written.append(slot)
-        slot.write(self._writers, slot.tile)
+        # Until all requests have been made it is the current one: whoever was interrupted comes again.
+        tile = slot.tile
+        if slot not in self._written:
+            self._written.append(slot)
+        slot.write(self._writers, tile)
+        if tile.is_last:
+            self._updating = None
+        self._current = None
         if submit is not None:
-            slot.copy = submit(slot.tile.offset, slot.tile.length, slot.tensors[0].narrow(0, 0, slot.tile.length))
+            slot.copy = submit(tile.offset, tile.length, slot.tensors[0].narrow(0, 0, tile.length))
         self._advance()
-
-    @property
-    def has_taken(self) -> bool:
-        """Whether a tile was taken that is not written yet."""
-        return self._current is not None
 
     def settle(self) -> None:
         """Blocks until everything is written, and no device reads it; tiles that were not updated are forgotten.
@@ -131,36 +134,43 @@ class FileStream:
         Raises:
             SwapError: The first error of a write.
         """
-        if self._has_updated and (self._coming or self._read or self._current) and self._torn is None:
+        if self._updating is not None:
             self._torn = (
-                "an earlier step ended after it had updated a part of the optimizer's state in files: load a checkpoint"
+                f"a step ended in the middle of sub-group {self._updating}, whose state is in files: load a checkpoint"
             )
+            self._updating = None
         self._coming.clear()
-        for slot in (*self._read, *filter(None, [self._current])):
-            with contextlib.suppress(Exception):
-                slot.wait()
-            slot.free()
-            self._free.append(slot)
+        self._write_again()
+        for slot in self._slots:
+            if slot not in self._written:
+                with contextlib.suppress(Exception):
+                    slot.wait()
+                slot.free()
         self._read.clear()
         self._current = None
-        self._write_again()
         errors = []
         while self._written:
             try:
                 self._leave()
             except Exception as error:  # noqa: BLE001, PERF203 - it is raised below
                 errors.append(error)
+        self._free = [slot for slot in self._slots if slot not in self._unwritten]
         if errors:
             raise errors[0]
 
-    def forget(self) -> None:
-        """Settles, but drops what could not be written: the files have got other state. Blocks."""
+    def forget(self) -> bool:
+        """Settles, but drops what could not be written: the files have got other state. Blocks.
+
+        Returns:
+            Whether a step had ended in the middle of a sub-group.
+        """
         for slot in self._unwritten:
             slot.free()
         self._free.extend(self._unwritten)
         self._unwritten.clear()
         self.settle()
-        self._torn = None
+        was_torn, self._torn = self._torn is not None, None
+        return was_torn
 
     def close(self) -> None:
         """Settles, and gives everything back. Idempotent.

@@ -29,6 +29,8 @@ def passes(attachment: Attachment, stage3: Stage3, sub_group_id: int) -> bool:
         destinations = {each: stage3.low_precision(each) for each in of_step}
         in_memory = None not in of_step.values() and all(each is not None for each in destinations.values())
         plan.passes = plan.in_tiles and in_memory and attachment.states.begin(stage3, destinations)
+        if plan.passes:
+            attachment.unprepare_swap_buffers()  # no copy of a step reads them
     gradient = of_step[sub_group_id]
     if not plan.passes or gradient is None:
         return False

@@ -28,12 +28,14 @@ class Tile:
         offset: Where it begins, in elements.
         length: Its elements.
         files: Of the master, the first and the second moments.
+        is_last: Whether its sub-group ends there.
     """
 
     sub_group_id: int
     offset: int
     length: int
     files: Sequence[StateFile] = field(repr=False)
+    is_last: bool
 
 
 class Slot:

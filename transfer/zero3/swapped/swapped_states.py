@@ -17,8 +17,8 @@ from torch import Tensor
 from ...errors import run_all
 from ...interface import HostToDeviceTransfer
 from ...stats import format_bytes
+from .. import tiles
 from ..stage3 import Stage3, SwappedState
-from ..tiles import TileStream, aligned, default_tile_elements, plan_tiles
 from .file_stream import FileStream, Submit
 from .slots import Tile
 from .state_file import StateFile
@@ -40,7 +40,7 @@ class SwappedStates:
         self._transfer = transfer
         self._stream: FileStream | None = None
         self._files: dict[int, list[StateFile]] = {}
-        self.tiles = TileStream(MOST_ELEMENTS)
+        self.tiles = tiles.TileStream(MOST_ELEMENTS)
 
     def begin(self, stage3: Stage3, destinations: Mapping[int, Tensor]) -> bool:
         """Starts to read the state of a step.
@@ -63,8 +63,8 @@ class SwappedStates:
             return False
         if self._stream is None:
             largest = max(each.numel() for each in destinations.values())
-            elements = aligned(min(default_tile_elements(), MOST_ELEMENTS, max(largest, 1)))
-            self.tiles = TileStream(elements)
+            elements = tiles.aligned(min(tiles.default_tile_elements(), MOST_ELEMENTS, max(largest, 1)))
+            self.tiles = tiles.TileStream(elements)
             self._stream = FileStream(self._transfer, elements)
             logger.info(
                 "optimizer state of %d sub-groups in files passes through a step in tiles of %d elements: %s of host "
@@ -79,9 +79,9 @@ class SwappedStates:
         for sub_group_id, destination in destinations.items():
             self._open(sub_group_id, paths[sub_group_id] or [], 4 * destination.numel())
         self._stream.begin(
-            Tile(sub_group_id, offset, length, self._files[sub_group_id])
+            Tile(sub_group_id, offset, length, self._files[sub_group_id], offset + length == destination.numel())
             for sub_group_id, destination in destinations.items()
-            for offset, length in plan_tiles(destination.numel(), self.tiles.tile_elements)
+            for offset, length in tiles.plan_tiles(destination.numel(), self.tiles.tile_elements)
         )
         return True
 
@@ -99,10 +99,9 @@ class SwappedStates:
         if self._stream is not None:
             self._stream.begin(())
 
-    def forget(self) -> None:
-        """What was left unwritten is void, as the files have got other state. Blocks."""
-        if self._stream is not None:
-            self._stream.forget()
+    def forget(self) -> bool:
+        """What was left unwritten is void, as the files have got other state; see ``FileStream.forget``. Blocks."""
+        return self._stream is not None and self._stream.forget()
 
     def close(self) -> None:
         """Settles, and gives everything back. Idempotent; raises as ``FileStream.close``."""

@@ -1,0 +1,277 @@
+"""Real ZeRO-3 on one rank, whose optimizer state passes from files through each step, and what fails on the way.
+
+Usage: ``interrupted.py CASE``. Ends with status 0 where what is promised holds.
+"""
+
+import errno
+import os
+import shutil
+import sys
+import threading
+from pathlib import Path
+
+import deepspeed
+import pytest
+import torch
+
+from tests.zero3.gradients.training import LAYERS, WIDTH, Run
+from transfer import SwapError
+from transfer.errors import TransferError
+from transfer.zero3.attachments import attachments
+from transfer.zero3.swapped import state_file
+from transfer.zero3.swapped.file_stream import FileStream
+
+state_file._RETRIES = (0.0,)
+#: One sub-group. Of smaller ones, which stay in memory, DeepSpeed's checkpoints of files restore nothing.
+ALL_IN_FILES = {"sub_group": 10**9}
+runs = 0
+
+
+def start(*, attached=True, **case):
+    """A training of its own."""
+    global runs
+    runs += 1
+    return Run({"nvme": True, "name": f"interrupted-{runs}", **case}, attached, runs)
+
+
+def iterate(run, *seeds):
+    for seed in seeds:
+        batch = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(seed)).bfloat16()
+        run.engine.backward(run.engine(batch, range(LAYERS)).float().pow(2).mean())
+        run.engine.step()
+
+
+def state(run):
+    """Of each parameter: its partition on the device, its master and its moments."""
+    get = deepspeed.utils
+    run.accelerator.synchronize()
+    return [
+        [
+            parameter.ds_tensor.clone(),
+            get.safe_get_local_fp32_param(parameter).clone(),
+            *(get.safe_get_local_optimizer_state(parameter, key).clone() for key in ("exp_avg", "exp_avg_sq")),
+        ]
+        for parameter in run.parameters
+    ]
+
+
+def same(one, other):
+    return all(torch.equal(*pair) for parts in zip(one, other, strict=True) for pair in zip(*parts, strict=True))
+
+
+def alone(*seeds, rewound=False):
+    """What DeepSpeed alone makes of it; ``rewound``: after the second step, it goes on from there a second time."""
+    run = start(attached=False, **(ALL_IN_FILES if rewound else {}))
+    if rewound:
+        iterate(run, *seeds[:2])
+        folder = f"{os.environ['CHECKPOINTS']}/rewound-{runs}"
+        run.engine.save_checkpoint(folder)
+        iterate(run, seeds[2])
+        run.engine.load_checkpoint(folder)
+    iterate(run, *seeds[2 if rewound else 0 :])
+    found = state(run)
+    run.engine.destroy()
+    return found
+
+
+class Refusing:
+    """Within the block, ``os.pwritev`` fails for requests that ``which`` names, until ``over`` is set."""
+
+    def __init__(self, which, method="pwritev"):
+        self.which, self.method, self.over, self.count, self.lock = (
+            which,
+            method,
+            threading.Event(),
+            0,
+            threading.Lock(),
+        )
+        self.refused = set()
+
+    def __enter__(self):
+        self.original = getattr(os, self.method)
+        setattr(os, self.method, self)
+        return self
+
+    def __exit__(self, *_):
+        setattr(os, self.method, self.original)
+
+    def __call__(self, descriptor, parts, offset):
+        with self.lock:
+            if (descriptor, offset) not in self.refused:
+                if self.which(self.count):
+                    self.refused.add((descriptor, offset))
+                self.count += 1
+        if (descriptor, offset) in self.refused and not self.over.is_set():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return self.original(descriptor, parts, offset)
+
+
+def passed(run):
+    """Whether the step's state passed through the stream."""
+    return attachments.get(run.zero).states._stream is not None
+
+
+def one_tile_that_cannot_be_written():
+    """The step ends with an error, and so does a save, until it is; then everything is as if nothing had been."""
+    expected = alone(1, 2, 3, 4)
+    for number in (0, 5, 13, 22):
+        run = start()
+        iterate(run, 1, 2)
+        assert passed(run)
+        with Refusing(lambda each, number=number: each == number) as refusing:
+            with pytest.raises(SwapError, match="optimizer state"):
+                iterate(run, 3)
+            with pytest.raises(SwapError, match="optimizer state"):
+                run.engine.save_checkpoint(os.environ["CHECKPOINTS"] + f"/refused-{number}")
+            with pytest.raises(SwapError, match="optimizer state"):
+                run.engine.step()
+            refusing.over.set()
+            run.engine.save_checkpoint(os.environ["CHECKPOINTS"] + f"/saved-{number}")
+            iterate(run, 4)
+        assert same(state(run), expected), number
+        run.engine.destroy()
+
+
+def a_full_drive_in_the_middle():
+    """No slot can be written: the step ends, the next ones and saves raise, and a checkpoint helps."""
+    expected = alone(1, 2, 3, 4, rewound=True)
+    run = start(**ALL_IN_FILES)
+    iterate(run, 1, 2)
+    folder = os.environ["CHECKPOINTS"] + "/before"
+    run.engine.save_checkpoint(folder)
+    with Refusing(lambda number: number > 4) as refusing:
+        with pytest.raises(SwapError, match="No space left"):
+            iterate(run, 3)
+        refusing.over.set()
+    for _ in range(2):
+        with pytest.raises(TransferError, match="load a checkpoint"):
+            run.engine.step()
+        with pytest.raises(TransferError, match="load a checkpoint"):
+            run.engine.save_checkpoint(folder + "-refused")
+    run.engine.load_checkpoint(folder)
+    iterate(run, 3, 4)
+    assert same(state(run), expected)
+    run.engine.destroy()
+
+
+def a_read_that_fails():
+    """The step ends in its middle, and a checkpoint helps."""
+    expected = alone(1, 2, 3, 4, rewound=True)
+    for first in (0, 8, 20):
+        run = start(**ALL_IN_FILES)
+        iterate(run, 1, 2)
+        folder = os.environ["CHECKPOINTS"] + f"/read-{first}"
+        run.engine.save_checkpoint(folder)
+        with Refusing(lambda number, first=first: number >= first, "preadv"), pytest.raises(SwapError, match="read"):
+            iterate(run, 3)
+        with pytest.raises(TransferError, match="load a checkpoint"):
+            run.engine.step()
+        run.engine.load_checkpoint(folder)
+        iterate(run, 3, 4)
+        assert same(state(run), expected)
+        run.engine.destroy()
+
+
+def ctrl_c_wherever_it_falls():
+    """The update of the sub-group is finished, later ones are as they were, and what was updated is in the files."""
+    whole = {2: alone(1, 2), 3: alone(1, 2, 3)}
+    for name in ("take", "updated", "settle"):
+        original, number = getattr(FileStream, name), 0
+        while True:
+            number += 1
+            run = start()
+            iterate(run, 1, 2)
+            calls = [0]
+
+            def interrupted(*arguments, original=original, calls=calls, number=number):
+                calls[0] += 1
+                if calls[0] == number:
+                    raise KeyboardInterrupt
+                return original(*arguments)
+
+            setattr(FileStream, name, interrupted)
+            try:
+                iterate(run, 3)
+            except KeyboardInterrupt:
+                pass
+            else:
+                break
+            finally:
+                setattr(FileStream, name, original)
+                run.accelerator.synchronize()
+            steps = {}
+            for index, parameter in enumerate(run.parameters):
+                group = run.zero.grad_position[run.zero.get_param_id(parameter)][0]
+                steps[group] = int(run.zero.optimizer.state[run.zero.fp32_partitioned_groups_flat[group]]["step"])
+                assert same([state(run)[index][1:]], [whole[steps[group]][index][1:]]), (name, number, index)
+            assert sorted(steps.values(), reverse=True) == [steps[group] for group in sorted(steps)]
+            run.engine.zero_grad()
+            iterate(run, 4)  # nothing is torn
+            run.engine.destroy()
+        assert number > (1 if name == "settle" else 5), (name, number)
+
+
+def a_checkpoint_is_carried_back_and_forth():
+    expected, folder = None, os.environ["CHECKPOINTS"] + "/carried"
+    for number, (before, after) in enumerate([(False, False), (True, False), (False, True), (True, True)]):
+        run = start(attached=before)
+        iterate(run, 1, 2, 3)
+        run.engine.save_checkpoint(f"{folder}-{number}")
+        run.engine.destroy()
+        run = start(attached=after)
+        run.engine.load_checkpoint(f"{folder}-{number}")
+        iterate(run, 4, 5)
+        expected = expected or state(run)  # DeepSpeed's own
+        assert same(state(run), expected), (before, after)
+        run.engine.destroy()
+
+
+def files_that_others_replace_are_opened_again():
+    run = start()
+    iterate(run, 1, 2)
+    files = list(Path(run.zero.optimizer_swapper.swap_folder).glob("*.swp"))
+    assert len(files) > 3
+    for file in files:
+        copy = file.with_suffix(".copy")
+        shutil.copyfile(file, copy)
+        file.write_bytes(b"")  # whoever still has it open would notice
+        copy.replace(file)
+    iterate(run, 3)
+    assert same(state(run), alone(1, 2, 3))
+    run.engine.destroy()
+
+
+def files_are_closed_and_memory_given_back():
+    run = start()
+    iterate(run, 1, 2)
+    transfer, threads = attachments.get(run.zero).transfer, threading.active_count()
+
+    def open_files():
+        links = [each.readlink() for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
+        return [each for each in links if each.name.endswith(".swp")]
+
+    assert open_files()
+    assert transfer.pinned_bytes > 0
+    run.engine.destroy()
+    assert not open_files()
+    assert transfer.pinned_bytes == 0
+    assert threading.active_count() < threads
+
+
+CASES = (
+    one_tile_that_cannot_be_written,
+    a_full_drive_in_the_middle,
+    a_read_that_fails,
+    ctrl_c_wherever_it_falls,
+    a_checkpoint_is_carried_back_and_forth,
+    files_that_others_replace_are_opened_again,
+    files_are_closed_and_memory_given_back,
+)
+
+if __name__ == "__main__":
+    from tests.zero3 import cpu_adam_build
+
+    cpu_adam_build.ask_the_cpu_once()
+    {case.__name__: case for case in CASES}[sys.argv[1]]()
+    sys.stderr.flush()
+    os._exit(0)
