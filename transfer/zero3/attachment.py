@@ -18,7 +18,6 @@ from ..errors import VerificationError, run_all
 from ..in_flight import InFlightCopy
 from ..interface import HostToDeviceTransfer
 from ..memory import own_memory
-from ..routing import RoutedTransfer
 from . import tiles
 from .gradients import HostGradients, LazyGradient
 from .plan import StepPlan
@@ -102,7 +101,7 @@ class Attachment:
     ) -> AbstractContextManager[None]:
         """A block in which the update of a master is made in tiles; see ``TileStream.updating``."""
         if self.stream is None:
-            self.stream = TileStream(_tile_elements(self.transfer))
+            self.stream = TileStream(tiles.tile_elements(self.transfer))
         copy_elements = tiles.COPY_ELEMENTS if to_device else 1
         return self.stream.updating(stage3.cpu_optimizer, stage3.master(sub_group_id).data, submit, copy_elements)
 
@@ -252,10 +251,3 @@ def _wait(sub_group_id: int, offset: int, copy: InFlightCopy) -> None:
         copy.wait()
     except VerificationError as error:
         raise error.in_sub_group(sub_group_id, offset) from None
-
-
-def _tile_elements(transfer: HostToDeviceTransfer) -> int:
-    """The elements of a tile: those of the machine's profile, where ``strategy: measured`` uses one."""
-    profile = transfer.policy.profile if isinstance(transfer, RoutedTransfer) else None
-    optimizer = None if profile is None else profile.optimizer
-    return tiles.default_tile_elements() if optimizer is None else optimizer.tile_elements

@@ -18,6 +18,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ..interface import HostToDeviceTransfer
+from ..measured.profile import MachineProfile
+from ..routing import RoutedTransfer
 from .gradients import LazyGradient
 from .stage3 import replacing_op
 
@@ -35,6 +38,18 @@ def default_tile_elements() -> int:
     2^24 than with those of 2^22; those of 2^23 were in between.
     """
     return 2**20 * torch.get_num_threads()
+
+
+def profile_of(transfer: HostToDeviceTransfer) -> MachineProfile | None:
+    """The machine's profile, where ``strategy: measured`` uses one; else None."""
+    return transfer.policy.profile if isinstance(transfer, RoutedTransfer) else None
+
+
+def tile_elements(transfer: HostToDeviceTransfer) -> int:
+    """The elements of a tile: those of the machine's profile, else the default."""
+    profile = profile_of(transfer)
+    optimizer = None if profile is None else profile.optimizer
+    return default_tile_elements() if optimizer is None else optimizer.tile_elements
 
 
 def aligned(elements: int) -> int:

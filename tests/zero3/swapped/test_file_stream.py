@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from accelerators.simulated import SimulatedAccelerator
 from transfer import SwapError, build_transfer
 from transfer.errors import TransferError
+from transfer.measured.profile import Drive, DriveRate
 from transfer.zero3.swapped import file_stream, state_file
 from transfer.zero3.swapped.file_stream import FileStream
 from transfer.zero3.swapped.slots import Tile
@@ -31,10 +32,11 @@ def _no_pauses(monkeypatch):
 class Training:
     """Sub-groups in files, and steps that add one to each master, two and three to its moments."""
 
-    def __init__(self, folder, sizes, seed=0):
+    def __init__(self, folder, sizes, seed=0, tile=TILE, drive=None):
+        self.tile = tile
         self.accelerator = SimulatedAccelerator(seed=seed)
         self.transfer = build_transfer(DIRECT, self.accelerator)
-        self.stream = FileStream(self.transfer, TILE)
+        self.stream = FileStream(self.transfer, tile, drive)
         self.sizes, self.steps, self.copies = sizes, 0, []
         self.files = []
         for number, size in enumerate(sizes):
@@ -49,8 +51,8 @@ class Training:
 
     def tiles(self):
         for number, size in enumerate(self.sizes):
-            for offset in range(0, size, TILE):
-                length = min(TILE, size - offset)
+            for offset in range(0, size, self.tile):
+                length = min(self.tile, size - offset)
                 yield Tile(number, offset, length, self.files[number], offset + length == size)
 
     def submit(self, tile):
@@ -110,6 +112,31 @@ def test_any_sizes_and_orders_of_copies(tmp_path_factory, sizes, seed, steps):
         training.step()
     training.check()
     training.close()
+
+
+def test_threads_and_requests_are_those_of_the_machines_profile(tmp_path, monkeypatch):
+    rates = [(1, 4096, 5.0, 9.0), (3, 8192, 9.0, 5.0)]  # threads, bytes, and how fast they read and write
+    names = ("threads", "request_bytes", "read_bytes_per_second", "written_bytes_per_second")
+    rates = [DriveRate(**dict(zip(names, rate, strict=True))) for rate in rates]
+    drive = Drive(file_system="ext4", direct=True, rates=rates)
+    training = Training(tmp_path, [TILE * 24], tile=TILE * 4, drive=drive)
+    seen = {"preadv": set(), "pwritev": set()}
+    threads = {"preadv": set(), "pwritev": set()}
+    for name in seen:
+        original = getattr(os, name)
+
+        def noting(descriptor, parts, offset, name=name, original=original):
+            seen[name].add(len(parts[0]))
+            threads[name].add(threading.get_ident())
+            time.sleep(0.001)
+            return original(descriptor, parts, offset)
+
+        monkeypatch.setattr(os, name, noting)
+    training.step()
+    training.check()
+    training.close()
+    assert seen == {"preadv": {8192}, "pwritev": {4096}}
+    assert (len(threads["preadv"]), len(threads["pwritev"])) == (3, 1)
 
 
 @pytest.mark.parametrize("late", ["preadv", "pwritev"])

@@ -11,19 +11,19 @@ import contextlib
 import functools
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 
 from torch import Tensor
 
 from ...errors import SwapError, TransferError, run_all
 from ...in_flight import InFlightCopy
 from ...interface import HostToDeviceTransfer
-from .slots import Slot, Tile
+from ...measured.profile import Drive
+from .slots import Requests, Slot, Tile
 
 #: Tiles in memory at once: one is updated, the others are read or written.
 SLOTS = 4
-#: Threads that read, and as many that write.
-THREADS = 4
+#: How files are read and written, where the machine's profile does not tell.
+THREADS, REQUEST_BYTES = 4, 2**22
 
 #: Starts the copy to the device of a range of a sub-group's master: begin, elements, and where the values are.
 Submit = Callable[[int, int, Tensor], InFlightCopy | None]
@@ -35,9 +35,10 @@ class FileStream:
     Args:
         transfer: Page-locks the memory that the device reads.
         tile_elements: Of the largest tile.
+        drive: Of the machine's profile: threads and sizes of requests.
     """
 
-    def __init__(self, transfer: HostToDeviceTransfer, tile_elements: int) -> None:
+    def __init__(self, transfer: HostToDeviceTransfer, tile_elements: int, drive: Drive | None = None) -> None:
         self.tile_elements = tile_elements
         self._transfer = transfer
         self._slots = [Slot(tile_elements) for _ in range(SLOTS)]
@@ -49,8 +50,11 @@ class FileStream:
         self._unwritten: list[Slot] = []  # what could not be written: the only good copy of that state
         self._updating: int | None = None  # the sub-group of which not all is updated, though the step is counted
         self._torn: str | None = None
-        self._readers = ThreadPoolExecutor(THREADS, "h2d-state-read")
-        self._writers = ThreadPoolExecutor(THREADS, "h2d-state-write")
+        rates = (None, None) if drive is None else (drive.best_read, drive.best_write)
+        self._readers, self._writers = (
+            Requests(THREADS, REQUEST_BYTES) if rate is None else Requests(rate.threads, rate.request_bytes)
+            for rate in rates
+        )
         try:
             for slot in self._slots:
                 transfer.prepare(slot.tensors[0])
@@ -183,8 +187,8 @@ class FileStream:
             [
                 self.settle,
                 *(functools.partial(self._transfer.unprepare, slot.tensors[0]) for slot in slots),
-                self._readers.shutdown,
-                self._writers.shutdown,
+                self._readers.close,
+                self._writers.close,
             ]
         )
 

@@ -10,12 +10,10 @@ from functools import partial
 import torch
 
 from ...in_flight import InFlightCopy
-from ...nvme.aligned_memory import ALIGNMENT_BYTES, aligned_empty, buffer_of, round_up
+from ...nvme.aligned_memory import ALIGNMENT_BYTES, aligned_empty, buffer_of, round_down, round_up
 from ...nvme.threads import run_on
 from .state_file import StateFile
 
-#: Of one read or write by one thread: fewer cost more in Python's lock than drives need.
-REQUEST_BYTES = 2**22
 _ELEMENT_BYTES = 4  # fp32
 
 
@@ -36,6 +34,28 @@ class Tile:
     length: int
     files: Sequence[StateFile] = field(repr=False)
     is_last: bool
+
+
+class Requests:
+    """Threads that read or write files, a part of a tile at a time.
+
+    Args:
+        threads: How many.
+        request_bytes: Of one part, a multiple of 4096. Fewer bytes cost more in Python's lock than drives need.
+    """
+
+    def __init__(self, threads: int, request_bytes: int) -> None:
+        self._pool = ThreadPoolExecutor(threads, "h2d-state")
+        self._request_bytes = max(ALIGNMENT_BYTES, round_down(request_bytes, ALIGNMENT_BYTES))
+
+    def start(self, call: Callable[[int, memoryview], None], begin: int, view: memoryview) -> list[Future[None]]:
+        """Starts ``call`` for each part of a range of a file, which begins at byte ``begin``."""
+        parts = [(at, view[at : at + self._request_bytes]) for at in range(0, len(view), self._request_bytes)]
+        return [run_on(self._pool, partial(call, begin + at, part)) for at, part in parts]
+
+    def close(self) -> None:
+        """Waits for what was started; then there are no threads any more."""
+        self._pool.shutdown()
 
 
 class Slot:
@@ -65,13 +85,13 @@ class Slot:
         """Of its memory."""
         return sum(memory.nbytes for memory in self._memory)
 
-    def read(self, pool: ThreadPoolExecutor, tile: Tile) -> None:
+    def read(self, requests: Requests, tile: Tile) -> None:
         """Starts to read a tile."""
-        self._start(pool, StateFile.read, tile)
+        self._start(requests, StateFile.read, tile)
 
-    def write(self, pool: ThreadPoolExecutor, tile: Tile) -> None:
+    def write(self, requests: Requests, tile: Tile) -> None:
         """Starts to write its tile."""
-        self._start(pool, StateFile.write, tile)
+        self._start(requests, StateFile.write, tile)
 
     @property
     def is_idle(self) -> bool:
@@ -100,12 +120,9 @@ class Slot:
                 raise
         self.copy = self.tile = None
 
-    def _start(self, pool: ThreadPoolExecutor, call: Callable[[StateFile, int, memoryview], None], tile: Tile) -> None:
+    def _start(self, requests: Requests, call: Callable[[StateFile, int, memoryview], None], tile: Tile) -> None:
         self.tile, begin = tile, tile.offset * _ELEMENT_BYTES
         for file, memory in zip(tile.files, self._memory, strict=True):
             # The last tile ends where DeepSpeed's padding does, which fits most drives' blocks.
             length = min(round_up(tile.length * _ELEMENT_BYTES, ALIGNMENT_BYTES), file.num_bytes - begin)
-            view = buffer_of(memory)
-            for at in range(0, length, REQUEST_BYTES):
-                part = view[at : min(at + REQUEST_BYTES, length)]
-                self._requests.append(run_on(pool, partial(call, file, begin + at, part)))
+            self._requests += requests.start(partial(call, file), begin, buffer_of(memory)[:length])

@@ -63,9 +63,10 @@ class SwappedStates:
             return False
         if self._stream is None:
             largest = max(each.numel() for each in destinations.values())
-            elements = tiles.aligned(min(tiles.default_tile_elements(), MOST_ELEMENTS, max(largest, 1)))
+            elements = tiles.aligned(min(tiles.tile_elements(self._transfer), MOST_ELEMENTS, max(largest, 1)))
+            profile = tiles.profile_of(self._transfer)
             self.tiles = tiles.TileStream(elements)
-            self._stream = FileStream(self._transfer, elements)
+            self._stream = FileStream(self._transfer, elements, None if profile is None else profile.drive)
             logger.info(
                 "optimizer state of %d sub-groups in files passes through a step in tiles of %d elements: %s of host "
                 "memory; `pipeline_read`, `pipeline_write` and `buffer_count` are not used for that",
