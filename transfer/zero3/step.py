@@ -26,6 +26,7 @@ def step(original: Callable[..., Any]) -> Callable[..., Any]:
         if attachment is None or attachment.plan is not None:  # a step within a step
             return original(optimizer, *args, **kwargs)
         attachment.finish()  # what an interrupted step has left
+        attachment.states.check()  # also where DeepSpeed is to swap now
         if attachment.gradients is not None:
             attachment.gradients.settle()  # what has failed in backward is raised before anything is updated
         report = summary.reporter(attachment)

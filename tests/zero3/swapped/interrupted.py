@@ -154,6 +154,23 @@ def a_full_drive_in_the_middle():
     run.engine.destroy()
 
 
+def nobody_reads_a_file_that_lacks_what_could_not_be_written():
+    """Where the next step is DeepSpeed's own, because of somebody's hook, it is written first, or there is no step."""
+    expected = alone(1, 2, 3, 4)
+    run = start()
+    iterate(run, 1, 2)
+    with Refusing(lambda number: number == 7) as refusing:
+        with pytest.raises(SwapError, match="optimizer state"):
+            iterate(run, 3)
+        run.zero.optimizer.register_step_pre_hook(lambda *_: None)
+        with pytest.raises(SwapError, match="optimizer state"):
+            run.engine.step()
+        refusing.over.set()
+        iterate(run, 4)
+    assert same(state(run), expected)
+    run.engine.destroy()
+
+
 def a_read_that_fails():
     """The step ends in its middle, and a checkpoint helps."""
     expected = alone(1, 2, 3, 4, rewound=True)
@@ -261,6 +278,7 @@ def files_are_closed_and_memory_given_back():
 CASES = (
     one_tile_that_cannot_be_written,
     a_full_drive_in_the_middle,
+    nobody_reads_a_file_that_lacks_what_could_not_be_written,
     a_read_that_fails,
     ctrl_c_wherever_it_falls,
     a_checkpoint_is_carried_back_and_forth,

@@ -227,6 +227,18 @@ def test_what_could_not_be_written_stays_until_it_is(training, monkeypatch, firs
             training.step()
 
 
+def test_what_could_not_be_written_is_not_written_over_a_checkpoint(training, monkeypatch):
+    over = refuse(monkeypatch, "pwritev", range(24, 10**6))
+    with pytest.raises(SwapError):
+        training.step()
+    over.set()
+    for files in training.files:
+        for file in files:
+            file.path.write_bytes(bytes(file.num_bytes))
+    assert not training.stream.forget(), "all of the step was updated"
+    assert not any(any(file.path.read_bytes()) for files in training.files for file in files)
+
+
 def test_a_read_that_fails_leaves_the_tile_for_whoever_asks_again(training, monkeypatch):
     over = refuse(monkeypatch, "preadv", range(3, 10**6))
     tiles = list(training.tiles())

@@ -32,6 +32,7 @@ FLAT = ("fp16_partitioned_groups_flat", "fp32_partitioned_groups_flat")
 READ = (Version("0.16.0"), Version("0.19.8"))
 
 _ALL, _SINCE_0_17, _SINCE_0_18 = ("0.16.0", "0.19.8"), ("0.17.6", "0.19.8"), ("0.18.9", "0.19.8")
+_SINCE_0_19_8 = ("0.19.8", "0.19.8")
 #: Each private name, with the first and the last version in which it was read.
 NAMES = {
     # ZeRO-3's optimizer; the copy-back has the same body in all of these, and SuperOffload has its own
@@ -51,6 +52,10 @@ NAMES = {
     **dict.fromkeys(("swap_params_info", "release_unswapped_gradients", "ds_id"), _ALL),
     "swap_paths": ("0.16.0", "0.16.0"),  # the master's is the first
     "swap_path": _SINCE_0_17,  # of each of an info's ``tensors``
+    # What of it gradients and state in files pass through, which is left to DeepSpeed in older versions
+    **dict.fromkeys(("swap_out_gradients", "swapped_gradients", "unswapped_gradients"), _SINCE_0_19_8),
+    **dict.fromkeys(("_writeback_gradients", "has_state_tensors"), _SINCE_0_19_8),
+    **dict.fromkeys(("_optimizer_states_and_gradient_swap_in", "_release_swap_buffers"), _SINCE_0_19_8),
     # CPU Adam
     **dict.fromkeys(("DeepSpeedCPUAdam", "ds_opt_adam", "adam_update"), _ALL),
     # The engine

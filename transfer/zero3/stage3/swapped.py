@@ -15,8 +15,9 @@ from .optimizer import Stage3
 
 #: How the files of Adam's two moments are called; DeepSpeed adds the master's name.
 _MOMENTS = ("exp_avg-", "exp_avg_sq-")
-#: What of a swapper gradients go through, in all versions that were read.
-_NEEDED = ("swap_out_gradients", "swap_params_info")
+#: What of a swapper gradients go through. Before 0.19.8, it has no ``_writeback_gradients``: where no gradient is in a
+#: file, setting one waits for no write, and the aio op aborts the process.
+_NEEDED = ("swap_out_gradients", "swap_params_info", "_writeback_gradients")
 #: And of the optimizer: reads a sub-group's state and gradient into swap buffers, and lets go of them.
 _SWAP_IN, _LET_GO = "_optimizer_states_and_gradient_swap_in", "_release_swap_buffers"
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable
 
@@ -19,6 +20,8 @@ from ...in_flight import InFlightCopy
 from ...interface import HostToDeviceTransfer
 from ...measured.profile import Drive
 from .slots import Requests, Slot, Tile
+
+logger = logging.getLogger("transfer")
 
 #: Tiles in memory at once: one is updated, the others are read or written.
 SLOTS = 4
@@ -66,11 +69,6 @@ class FileStream:
     def num_bytes(self) -> int:
         """Of its memory."""
         return sum(slot.num_bytes for slot in self._slots)
-
-    @property
-    def sample(self) -> Tensor:
-        """Memory as copies to the device read it."""
-        return self._slots[0].tensors[0]
 
     def begin(self, tiles: Iterable[Tile]) -> None:
         """Starts to read the tiles of a step, in order. What an earlier step has left unwritten is written first.
@@ -182,15 +180,15 @@ class FileStream:
         Raises:
             SwapError: State could not be written: it is lost.
         """
-        slots, self._slots = self._slots, []
-        run_all(
-            [
-                self.settle,
-                *(functools.partial(self._transfer.unprepare, slot.tensors[0]) for slot in slots),
-                self._readers.close,
-                self._writers.close,
-            ]
-        )
+        if self._torn is not None:
+            logger.warning("optimizer state in files is left as it is, though %s", self._torn)
+        try:
+            run_all(
+                [self.settle, *(functools.partial(self._transfer.unprepare, slot.tensors[0]) for slot in self._slots)]
+            )
+        finally:
+            self._slots = []
+            run_all([self._readers.close, self._writers.close])
 
     def _advance(self) -> None:
         """Starts as many reads as there are slots for, without waiting."""

@@ -27,8 +27,8 @@ def passes(attachment: Attachment, stage3: Stage3, sub_group_id: int) -> bool:
     of_step = {each: gradients.of_step(each) for each in sorted(plan.swapped)}
     if plan.passes is None:
         destinations = {each: stage3.low_precision(each) for each in of_step}
-        in_memory = None not in of_step.values() and all(each is not None for each in destinations.values())
-        plan.passes = plan.in_tiles and in_memory and attachment.states.begin(stage3, destinations)
+        fit = all(map(_fit, of_step.values(), destinations.values()))
+        plan.passes = plan.in_tiles and fit and attachment.states.begin(stage3, destinations)
         if plan.passes:
             attachment.unprepare_swap_buffers()  # no copy of a step reads them
     gradient = of_step[sub_group_id]
@@ -36,6 +36,11 @@ def passes(attachment: Attachment, stage3: Stage3, sub_group_id: int) -> bool:
         return False
     SwappedState(stage3, sub_group_id).stand_in(gradient.numel(), gradient)
     return True
+
+
+def _fit(gradient: Any, destination: Any) -> bool:
+    """Whether both are in memory, and equally long."""
+    return gradient is not None is not destination and gradient.numel() == destination.numel()
 
 
 def updating(attachment: Attachment, stage3: Stage3, sub_group_id: int) -> AbstractContextManager[None]:

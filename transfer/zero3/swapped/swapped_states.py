@@ -12,6 +12,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...errors import run_all
@@ -61,6 +62,9 @@ class SwappedStates:
         paths = {each: SwappedState(stage3, each).files() for each in destinations}
         if not destinations or not all(paths.values()):
             return False
+        sample = torch.empty(1)
+        if not all(self._transfer.is_host_to_device(each.narrow(0, 0, 1), sample) for each in destinations.values()):
+            return False
         if self._stream is None:
             largest = max(each.numel() for each in destinations.values())
             elements = tiles.aligned(min(tiles.tile_elements(self._transfer), MOST_ELEMENTS, max(largest, 1)))
@@ -74,9 +78,6 @@ class SwappedStates:
                 elements,
                 format_bytes(self._stream.num_bytes),
             )
-        sample = self._stream.sample.narrow(0, 0, 1)
-        if not all(self._transfer.is_host_to_device(each.narrow(0, 0, 1), sample) for each in destinations.values()):
-            return False
         for sub_group_id, destination in destinations.items():
             self._open(sub_group_id, paths[sub_group_id] or [], 4 * destination.numel())
         self._stream.begin(
