@@ -78,7 +78,7 @@ def test_swapped_masters_go_in_tiles_out_of_page_locked_buffers(tmp_path, pipeli
             direct = name.startswith("direct") or name == "immediate"
             if name == "immediate":
                 assert mine["page_locked_bytes"] == swap_buffers
-            else:  # the masters of four tiles, whatever the swap buffers have
+            else:  # the masters of eight tiles, whatever the swap buffers have
                 assert (
                     4 * 4 * TILE_ELEMENTS < mine["page_locked_bytes"] < 2**20
                     if direct

@@ -18,10 +18,11 @@ from tests.zero3.gradients.training import LAYERS, WIDTH, Run
 from transfer import SwapError
 from transfer.errors import TransferError
 from transfer.zero3.attachments import attachments
-from transfer.zero3.swapped import state_file
+from transfer.zero3.swapped import file_stream, state_file
 from transfer.zero3.swapped.file_stream import FileStream
 
 state_file._RETRIES = (0.0,)
+file_stream.SLOTS = 4
 #: One sub-group. Of smaller ones, which stay in memory, DeepSpeed's checkpoints of files restore nothing.
 ALL_IN_FILES = {"sub_group": 10**9}
 runs = 0

@@ -12,6 +12,7 @@ import functools
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_COMPLETED, wait
 
 from torch import Tensor
 
@@ -24,7 +25,7 @@ from .slots import Requests, Slot, Tile
 logger = logging.getLogger("transfer")
 
 #: Tiles in memory at once: one is updated, the others are read or written.
-SLOTS = 4
+SLOTS = 8
 #: How files are read and written, where the machine's profile does not tell.
 THREADS, REQUEST_BYTES = 4, 2**22
 
@@ -101,6 +102,10 @@ class FileStream:
         if tile is None or (tile.sub_group_id, tile.offset) != (sub_group_id, offset):
             raise TransferError(f"element {offset} of sub-group {sub_group_id} is not the next, which is {tile}")
         try:
+            while slot.requests_left and self._coming and self._written:
+                # Whatever ends first: a slot that was written is read into at once.
+                wait({*slot.requests_left, *self._written[0].requests_left}, return_when=FIRST_COMPLETED)
+                self._advance()
             slot.wait()
         except BaseException:
             with contextlib.suppress(Exception):

@@ -98,6 +98,11 @@ class Slot:
         """Whether it is neither read nor written now, and no device reads it."""
         return all(each.done() for each in self._requests) and (self.copy is None or self.copy.done)
 
+    @property
+    def requests_left(self) -> list[Future[None]]:
+        """Its requests that have not ended."""
+        return [each for each in self._requests if not each.done()]
+
     def wait(self) -> None:
         """Blocks until it is neither read nor written.
 
