@@ -391,8 +391,8 @@ MUTANTS = [
     Mutant(
         "a tile is updated before it was read",
         SWAPPED + "file_stream.py",
-        "        try:\n            slot.wait()\n        except BaseException:\n            with",
-        "        try:\n            pass\n        except BaseException:\n            with",
+        "            slot.wait()\n        except BaseException:\n            with",
+        "            pass\n        except BaseException:\n            with",
         STREAM,
     ),
     Mutant(

@@ -102,7 +102,7 @@ class FileStream:
         if tile is None or (tile.sub_group_id, tile.offset) != (sub_group_id, offset):
             raise TransferError(f"element {offset} of sub-group {sub_group_id} is not the next, which is {tile}")
         try:
-            while slot.requests_left and self._coming and self._written:
+            while self._coming and self._written and slot.requests_left:
                 # Whatever ends first: a slot that was written is read into at once.
                 wait({*slot.requests_left, *self._written[0].requests_left}, return_when=FIRST_COMPLETED)
                 self._advance()
