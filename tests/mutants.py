@@ -449,7 +449,7 @@ MUTANTS = [
         GRADIENTS + "host_gradients.py",
         "LazyGradient(StepGradient(taken), 0, taken.numel)",
         "LazyGradient(taken, 0, taken.numel)",
-        LAZY,
+        STREAM,
     ),
     Mutant(
         "the gradient of a sub-group in files is not shown again after a step",

@@ -244,6 +244,27 @@ def a_checkpoint_is_carried_back_and_forth():
         run.engine.destroy()
 
 
+def a_step_leaves_gradients_as_they_were_reduced():
+    """DeepSpeed scales them in a swap buffer, which it drops."""
+    run = start()
+    iterate(run, 1, 2)
+    before = gradients(run)
+    batch = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(3)).bfloat16()
+    run.engine.backward(run.engine(batch, range(LAYERS)).float().pow(2).mean())
+    reduced = gradients(run)
+    assert not any(map(torch.equal, before, reduced))
+    run.engine.step()
+    assert passed(run)
+    assert all(map(torch.equal, gradients(run), reduced))
+    run.engine.destroy()
+
+
+def gradients(run):
+    """Of the parameters whose state is in files."""
+    swapped = [each for each in run.parameters if run.zero.grad_position[run.zero.get_param_id(each)][0] < 2]
+    return [deepspeed.utils.safe_get_local_grad(each).clone() for each in swapped]
+
+
 def files_that_others_replace_are_opened_again():
     run = start()
     iterate(run, 1, 2)
@@ -283,6 +304,7 @@ CASES = (
     a_read_that_fails,
     ctrl_c_wherever_it_falls,
     a_checkpoint_is_carried_back_and_forth,
+    a_step_leaves_gradients_as_they_were_reduced,
     files_that_others_replace_are_opened_again,
     files_are_closed_and_memory_given_back,
 )
