@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from ...in_flight import InFlightCopy
-from ...nvme.aligned_memory import ALIGNMENT_BYTES, aligned_empty, buffer_of, round_down, round_up
+from ...nvme.aligned_memory import ALIGNMENT_BYTES, aligned_empty, buffer_of, round_down, round_up, use_huge_pages
 from ...nvme.threads import run_on
 from .state_file import StateFile
 
@@ -75,6 +75,8 @@ class Slot:
     def __init__(self, elements: int) -> None:
         num_bytes = round_up(elements * _ELEMENT_BYTES, ALIGNMENT_BYTES)
         self._memory = [aligned_empty(num_bytes).zero_() for _ in range(3)]
+        for memory in self._memory:
+            use_huge_pages(memory)
         self.tensors = [memory.view(torch.float32) for memory in self._memory]
         self.tile: Tile | None = None
         self.copy: InFlightCopy | None = None
