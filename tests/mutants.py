@@ -419,7 +419,7 @@ MUTANTS = [
     Mutant(
         "what an interrupted step has left is written over a checkpoint",
         SWAPPED + "file_stream.py",
-        "        self._free.extend(self._unwritten)\n        self._unwritten.clear()\n",
+        "        self._unwritten.clear()\n",
         "",
         STREAM,
     ),

@@ -42,15 +42,26 @@ def not_written(error: OSError, what: str, path: Path, num_bytes: int) -> SwapEr
     return swap_error(error, what, path)
 
 
-def _reserve(descriptor: int, path: Path, num_bytes: int) -> None:
+def reserve(descriptor: int, num_bytes: int) -> bool:
+    """Takes the space of a file's first bytes; False where the system or the file system reserves nothing.
+
+    Raises:
+        OSError: What the system raises; one of ``NO_ROOM`` where there is none.
+    """
     try:
         os.posix_fallocate(descriptor, 0, num_bytes)
-        return
     except AttributeError:  # another system
-        pass
+        return False
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENODEV):
             raise
+        return False
+    return True
+
+
+def _reserve(descriptor: int, path: Path, num_bytes: int) -> None:
+    if reserve(descriptor, num_bytes):
+        return
     # A file system that reserves nothing: what is free now is the best guess.
     if shutil.disk_usage(path.parent).free < num_bytes:
         raise _no_room(errno.ENOSPC, path, num_bytes)

@@ -62,7 +62,6 @@ class HostGradients:
         Blocks while each is compared with the cast of what was accumulated: what differs is kept as it is.
         """
         state, base = self._state, 0
-        swapped = state.stage3.swapped()
         for sub_group_id in state.stage3.sub_groups:
             parameters = state.parameters(sub_group_id)
             numel = sum(each.numel for each in parameters)
@@ -71,7 +70,7 @@ class HostGradients:
                 taken = MasterGradient(
                     self._buffers, base, parameters, torch.float32, self.settle, self._is_reduced, make
                 )
-                if sub_group_id in swapped:
+                if state.stage3.is_swapped(sub_group_id):
                     self._take_from_files(state, sub_group_id, taken)
                 else:
                     self._take_buffer(state, sub_group_id, taken)

@@ -43,7 +43,6 @@ class FileStream:
     """
 
     def __init__(self, transfer: HostToDeviceTransfer, tile_elements: int, drive: Drive | None = None) -> None:
-        self.tile_elements = tile_elements
         self._transfer = transfer
         self._slots = [Slot(tile_elements) for _ in range(SLOTS)]
         self._free = list(self._slots)
@@ -171,9 +170,6 @@ class FileStream:
         Returns:
             Whether a step had ended in the middle of a sub-group.
         """
-        for slot in self._unwritten:
-            slot.free()
-        self._free.extend(self._unwritten)
         self._unwritten.clear()
         self.settle()
         was_torn, self._torn = self._torn is not None, None

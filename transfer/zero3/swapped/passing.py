@@ -24,14 +24,13 @@ def passes(attachment: Attachment, stage3: Stage3, sub_group_id: int) -> bool:
     plan, gradients = attachment.plan, attachment.gradients
     if plan is None or gradients is None or sub_group_id not in plan.swapped:
         return False
-    of_step = {each: gradients.of_step(each) for each in sorted(plan.swapped)}
     if plan.passes is None:
-        destinations = {each: stage3.low_precision(each) for each in of_step}
-        fit = all(map(_fit, of_step.values(), destinations.values()))
+        destinations = {each: stage3.low_precision(each) for each in sorted(plan.swapped)}
+        fit = all(_fit(gradients.of_step(each), destination) for each, destination in destinations.items())
         plan.passes = plan.in_tiles and fit and attachment.states.begin(stage3, destinations)
         if plan.passes:
             attachment.unprepare_swap_buffers()  # no copy of a step reads them
-    gradient = of_step[sub_group_id]
+    gradient = gradients.of_step(sub_group_id)
     if not plan.passes or gradient is None:
         return False
     SwappedState(stage3, sub_group_id).stand_in(gradient.numel(), gradient)

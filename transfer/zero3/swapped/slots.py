@@ -98,7 +98,7 @@ class Slot:
     @property
     def is_idle(self) -> bool:
         """Whether it is neither read nor written now, and no device reads it."""
-        return all(each.done() for each in self._requests) and (self.copy is None or self.copy.done)
+        return not self.requests_left and (self.copy is None or self.copy.done)
 
     @property
     def requests_left(self) -> list[Future[None]]:

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ...errors import SwapSpaceError, swap_error
+from ...errors import NO_ROOM, SwapSpaceError, swap_error
+from ...nvme.new_file import reserve
 from ...nvme.open_file import NOT_DIRECT, check_size, open_direct
 
 logger = logging.getLogger("transfer")
@@ -82,9 +83,9 @@ class StateFile:
 
     def _take_space(self) -> None:
         try:
-            os.posix_fallocate(self._descriptor, 0, self.num_bytes)
+            reserve(self._descriptor, self.num_bytes)
         except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            if error.errno in NO_ROOM:
                 raise SwapSpaceError(
                     error.errno, f"no room for {self.num_bytes} bytes of optimizer state", str(self.path)
                 ) from error

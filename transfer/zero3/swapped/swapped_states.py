@@ -7,7 +7,6 @@ writes them then, as checkpoints do, needs to know of nothing.
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -123,7 +122,7 @@ class SwappedStates:
         try:
             opened.extend(StateFile(path, num_bytes) for path in paths)
         except BaseException:
-            run_all([functools.partial(StateFile.close, file) for file in self._files.pop(sub_group_id)])
+            run_all([file.close for file in self._files.pop(sub_group_id)])
             raise
 
 
