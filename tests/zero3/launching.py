@@ -2,11 +2,14 @@
 
 import json
 import os
+import socket
+import sys
 from pathlib import Path
 
 import torch
 
 from tests.running import run_python
+from tests.zero3 import cpu_adam_build
 
 ROOT = Path(__file__).parents[2]
 #: For a launch, on a machine that does much else: some forty runs take about a minute on two idle cores.
@@ -55,6 +58,24 @@ def run_ranks(world_size, script, environment=None):
             "-c", FORKED_RANKS, world_size, *script, environment=environment, timeout=LAUNCH_SECONDS, forked=True
         )
     assert done.returncode == 0, done.stderr[-6000:]
+
+
+def run_case(module, case, environment=None):
+    """Runs one case of a module of ``CASES`` in a process of its own, as a single rank; it must end with status 0."""
+    with socket.create_server(("localhost", 0)) as free:
+        port = str(free.getsockname()[1])
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    environment = {**os.environ, **alone, **(environment or {})}
+    done = run_python("-m", module, case, environment=environment, timeout=600, forked=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def main_of(cases):
+    """Calls the case that the command line names, and ends with status 0."""
+    cpu_adam_build.ask_the_cpu_once()
+    {case.__name__: case for case in cases}[sys.argv[1]]()
+    sys.stderr.flush()
+    os._exit(0)  # gloo's threads sometimes abort the process at its end
 
 
 def launch(specs, world_size, out):

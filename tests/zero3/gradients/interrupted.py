@@ -4,14 +4,13 @@ Usage: ``interrupted.py CASE``. Ends with status 0 where what is promised holds.
 """
 
 import gc
-import os
-import sys
 import weakref
 
 import pytest
 import torch
 
 from tests.zero3.gradients.training import DIRECT, LAYERS, WIDTH, Run, look
+from tests.zero3.launching import main_of
 from transfer import build_transfer, zero3
 from transfer.zero3.attachments import attachments
 from transfer.zero3.gradients import LazyGradient
@@ -238,9 +237,4 @@ CASES = (
 )
 
 if __name__ == "__main__":
-    from tests.zero3 import cpu_adam_build
-
-    cpu_adam_build.ask_the_cpu_once()
-    {case.__name__: case for case in CASES}[sys.argv[1]]()
-    sys.stderr.flush()
-    os._exit(0)
+    main_of(CASES)

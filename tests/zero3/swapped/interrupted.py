@@ -6,7 +6,6 @@ Usage: ``interrupted.py CASE``. Ends with status 0 where what is promised holds.
 import errno
 import os
 import shutil
-import sys
 import threading
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 import torch
 
 from tests.zero3.gradients.training import LAYERS, WIDTH, Run
+from tests.zero3.launching import main_of
 from transfer import SwapError
 from transfer.errors import TransferError
 from transfer.zero3.attachments import attachments
@@ -310,9 +310,4 @@ CASES = (
 )
 
 if __name__ == "__main__":
-    from tests.zero3 import cpu_adam_build
-
-    cpu_adam_build.ask_the_cpu_once()
-    {case.__name__: case for case in CASES}[sys.argv[1]]()
-    sys.stderr.flush()
-    os._exit(0)
+    main_of(CASES)
