@@ -24,7 +24,7 @@ from accelerators.registry import available_accelerators, explain_unknown
 from .errors import StrategyRegistrationError
 from .nvme import SwappedTensor
 from .registry import MEASURED, explain_unknown_strategy, get_strategy, strategy_names
-from .schema.fields import DtypeName, Flag, SizeBytes, Truth, left_out, one_of, refuse
+from .schema.fields import DtypeName, Flag, SizeBytes, SomeDirectory, Truth, left_out, one_of, refuse
 from .schema.model import ConfigModel, StrategyConfig
 from .schema.problems import UNDERSTOOD
 
@@ -114,6 +114,18 @@ class Rule(ConfigModel):
     use: StrategyName
 
 
+class Zero3Config(ConfigModel):
+    """What ZeRO-3 does with optimizer state that is in files (``offload_optimizer.device: nvme``).
+
+    Attributes:
+        host_memory: How much of it stays in host memory from step to step, in bytes for each rank.
+        paths: Directories on other drives. The files are spread over them and ``nvme_path``.
+    """
+
+    host_memory: SizeBytes = 0
+    paths: tuple[SomeDirectory, ...] = ()
+
+
 class TransferConfig(ConfigModel):
     """Everything a user can choose. Beside these fields, each strategy's section under its name.
 
@@ -128,6 +140,7 @@ class TransferConfig(ConfigModel):
             the host's own cast of the source; ``full``: all of it; ``off``: nothing. A wrong element is a
             ``VerificationError`` in ``wait``. ``full`` keeps the cast of each copy in host memory until it is compared.
         rules: Looked at in order, before ``strategy`` and the default; the first match wins.
+        zero3: For ZeRO-3 with optimizer state in files.
     """
 
     # Sections of strategies are extra fields: `_sections` checks them against the registry.
@@ -139,6 +152,7 @@ class TransferConfig(ConfigModel):
     fallback: Truth = True
     verify: Verify = "off"
     rules: tuple[Rule, ...] = Field(default=())
+    zero3: Zero3Config = Field(default_factory=Zero3Config)
 
     @classmethod
     def sections(cls) -> dict[str, type[StrategyConfig]]:

@@ -132,5 +132,7 @@ Truth = Annotated[bool, BeforeValidator(_flag)]
 Flag = Annotated[bool | None, BeforeValidator(_flag)]
 #: A whole number of threads, from 1 to 256.
 ThreadCount = Annotated[int, _count_of("threads", example=8, largest=256)]
-#: A directory; ``~`` stands for the home directory. None only as a default.
+#: A directory; ``~`` stands for the home directory.
+SomeDirectory = Annotated[str, BeforeValidator(_directory)]
+#: The same. None only as a default.
 Directory = Annotated[str | None, BeforeValidator(_directory)]

@@ -64,10 +64,12 @@ class Attachments:
 
         Raises:
             AcceleratorFailedError: The transfer's accelerator is unknown or not available here.
+            SwapError: Another process uses the same swap files.
             Exception: What ``prepare`` raises. Nothing has changed in either case.
         """
         stage3 = Stage3(optimizer)
         try:
+            attachment.states.claim(stage3)
             for sub_group_id in stage3.sub_groups:
                 attachment.take_in(stage3, sub_group_id)
             pairs = [attachment.partitions(stage3, sub_group_id) for sub_group_id in stage3.sub_groups]

@@ -64,13 +64,25 @@ def state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
     def patched(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         attachment = attachments.get(optimizer)
         if attachment is not None:
-            attachment.states.check()
+            attachment.states.flush()
         return original(optimizer, *args, **kwargs)
 
     return patched
 
 
-PATCHES: dict[str, Patch] = {stage3.RESET: reset, stage3.STATE_DICT: state_dict}
+def swap_in(original: Callable[..., Any]) -> Callable[..., Any]:
+    """What DeepSpeed reads of files is whole, in its own step or for ``safe_get_*``; what it writes is read anew."""
+
+    def patched(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        attachment = attachments.get(optimizer)
+        if attachment is not None and not (attachment.plan is not None and attachment.plan.passes):
+            attachment.states.let_go()
+        return original(optimizer, *args, **kwargs)
+
+    return patched
+
+
+PATCHES: dict[str, Patch] = {stage3.RESET: reset, stage3.STATE_DICT: state_dict, stage3.SWAP_IN: swap_in}
 
 
 def _masters(view: Stage3, attachment: Attachment) -> dict[int, tuple[Any, SwappedTensor]] | None:

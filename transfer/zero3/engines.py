@@ -108,6 +108,22 @@ def detach(engine: Any) -> None:
         attachment.give_up()
 
 
+def flush(engine: Any) -> None:
+    """Writes optimizer state that stays in host memory (``transfer.zero3.host_memory``) to DeepSpeed's files.
+
+    For code that reads those files itself. DeepSpeed's readers and ``save_checkpoint`` need no call. Does nothing where
+    there is no such state. Blocks.
+
+    Raises:
+        SwapError: It cannot be written; it stays in memory, and is tried again by the next call or checkpoint.
+        TransferError: Other code has written the files, or a step has ended in its middle: a checkpoint must be loaded.
+    """
+    optimizer = finding.find(engine, stage3.is_zero3)
+    attachment = None if optimizer is None else attachments.get(optimizer)
+    if attachment is not None:
+        attachment.states.flush()
+
+
 def install(config: ConfigLike | None = None) -> None:
     """Attaches every ZeRO-3 engine of this process.
 

@@ -212,12 +212,12 @@ def test_ways_not_to_write_a_size(yaml_file, written, hint):
         (
             "transfer:\n  strategi: pageable\n",
             "FILE:2: transfer.strategi: unknown key 'strategi'. Did you mean 'strategy'? "
-            "Allowed here: accelerator, completion, fallback, nvme_swapped, pageable, pinned_direct, pinned_staged, rules, strategy, verify.",
+            "Allowed here: accelerator, completion, fallback, nvme_swapped, pageable, pinned_direct, pinned_staged, rules, strategy, verify, zero3.",
         ),
         (
             "transfer:\n  pin_memroy: true\n",
             "FILE:2: transfer.pin_memroy: unknown key 'pin_memroy'. "
-            "Allowed here: accelerator, completion, fallback, nvme_swapped, pageable, pinned_direct, pinned_staged, rules, strategy, verify.",
+            "Allowed here: accelerator, completion, fallback, nvme_swapped, pageable, pinned_direct, pinned_staged, rules, strategy, verify, zero3.",
         ),
         (
             "transfer:\n  chunk_elements: 4\n",
@@ -283,6 +283,18 @@ def test_ways_not_to_write_a_size(yaml_file, written, hint):
             "FILE:3: transfer.rules[0].use: found 'No' (str): unknown strategy 'No'. Registered: nvme_swapped, ",
         ),
         ("transfer:\n  completion: off\n", "found 'off' (str): expected deferred or immediate."),
+        (
+            "transfer:\n  zero3: {host_memroy: 1GiB}\n",
+            "FILE:2: transfer.zero3.host_memroy: unknown key 'host_memroy'. Did you mean 'host_memory'?",
+        ),
+        (
+            "transfer:\n  zero3: {host_memory: 8G}\n",
+            "FILE:2: transfer.zero3.host_memory: found '8G' (str): unknown unit",
+        ),
+        (
+            "transfer:\n  zero3: {paths: ['']}\n",
+            "FILE:2: transfer.zero3.paths[0]: found '' (str): expected the path of",
+        ),
         ("transfer:\n  pinned_staged: {buffers: 02}\n", "FILE:2: this is not YAML: '02' cannot be read as what it"),
         ("transfer:\n  pinned_staged: {buffers: 010}\n", "numbers have neither leading zeros nor colons here"),
         ("transfer:\n  pinned_staged: {buffers: 0_10}\n", "numbers have neither leading zeros nor colons here"),
@@ -344,6 +356,13 @@ def test_ways_not_to_write_a_size(yaml_file, written, hint):
 @pytest.mark.usefixtures("no_plug_ins")
 def test_each_mistake_has_its_place_and_its_remedy(yaml_file, text, expected):
     assert expected in complaint(yaml_file(text))
+
+
+def test_what_zero3_does_with_state_in_files(yaml_file):
+    assert TransferConfig().zero3.host_memory == 0
+    config = load_config(yaml_file("transfer:\n  zero3: {host_memory: 1.5GiB, paths: [/one, ~/two]}\n"))
+    assert config.zero3.host_memory == 3 * 2**29
+    assert config.zero3.paths == ("/one", os.path.expanduser("~/two"))  # noqa: PTH111
 
 
 def test_every_mistake_is_listed_at_once(yaml_file):

@@ -61,6 +61,7 @@ def test_it_was_done(trained, name):
         else:
             assert attached["real"] == real
             assert attached["lazy"] > 0
+        assert bool(attached.get("resident_bytes")) == training.CASES[name].get("resident", False)
         if "lazy" in attached:
             assert attached["buffers"] == (2 if training.CASES[name].get("micro_steps", 1) > 1 else 1)
 

@@ -133,7 +133,12 @@ class Run:
         if self.case.get("install"):
             zero3.install(DIRECT)
             return
-        zero3.attach(self.engine, build_transfer(self.case.get("transfer", DIRECT), self.accelerator))
+        transfer = {**self.case.get("transfer", DIRECT)}
+        if "zero3" in transfer:
+            paths = transfer["zero3"].get("paths", [])
+            folders = [each.replace("CHECKPOINTS", os.environ["CHECKPOINTS"]) for each in paths]
+            transfer["zero3"] = {**transfer["zero3"], "paths": folders}
+        zero3.attach(self.engine, build_transfer(transfer, self.accelerator))
 
     @property
     def gradients(self):
@@ -181,6 +186,8 @@ class Run:
         gradients, result = self.gradients, {"seen": self.seen, "copied": copied, "bytes": dict(self.bytes)}
         if gradients is not None:
             real = [taken.memory is not None for taken in gradients._masters.values()]
+            stream = attachments.get(self.zero).states._stream
+            result["resident_bytes"] = 0 if stream is None else stream.resident_bytes
             result |= {"real": sum(real), "lazy": len(real) - sum(real), "buffers": len(gradients._buffers)}
         self.engine.destroy()
         zero3.uninstall()
@@ -232,6 +239,16 @@ def update_vectorized(run):
 def step_again(run):
     """A step without a backward: DeepSpeed applies the old gradients, times all factors since."""
     run.zero.step()
+
+
+def see_state(run):
+    """Reads masters and moments, and writes one of each."""
+    get = deepspeed.utils
+    for parameter in run.parameters:
+        run.see("weight", get.safe_get_full_fp32_param(parameter))
+        run.see("moment", get.safe_get_full_optimizer_state(parameter, "exp_avg"))
+    get.safe_set_full_fp32_param(run.model.shift, torch.ones(run.model.shift.ds_shape))
+    get.safe_set_full_optimizer_state(run.model.shift, torch.ones(run.model.shift.ds_shape), "exp_avg_sq")
 
 
 def read_directly(run):
@@ -368,6 +385,20 @@ CASES: dict[str, dict] = {
     "nvme, installed": {"nvme": "pipelined", "install": True, "micro_steps": 2},
     "nvme, detached": {"nvme": True, "do": {"backward": [at(2, detach), look]}, "real": None},
     "nvme, checkpoint": {"nvme": True, "do": {"step": [at(1, save_and_load), at(3, save_and_load)]}},
+    "nvme, half resident": {
+        "nvme": True,
+        "transfer": {**DIRECT, "zero3": {"host_memory": "30KiB"}},
+        "do": {"backward": [at(4, look)], "step": [at(3, save_and_load)]},
+        "resident": True,
+        "steps": 9,
+    },
+    "nvme, resident, set": {
+        "nvme": "pipelined",
+        "transfer": {**DIRECT, "zero3": {"host_memory": "1MiB", "paths": ["CHECKPOINTS/second", "CHECKPOINTS/third"]}},
+        "do": {"backward": [at(3, set_full), at(4, set_local), at(5, update_vectorized)], "step": [at(5, see_state)]},
+        "resident": True,
+        "steps": 8,
+    },
 }
 
 

@@ -6,6 +6,8 @@ Usage: ``interrupted.py CASE``. Ends with status 0 where what is promised holds.
 import errno
 import os
 import shutil
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -13,9 +15,9 @@ import deepspeed
 import pytest
 import torch
 
-from tests.zero3.gradients.training import LAYERS, WIDTH, Run
+from tests.zero3.gradients.training import DIRECT, LAYERS, WIDTH, Run
 from tests.zero3.launching import main_of
-from transfer import SwapError
+from transfer import SwapError, zero3
 from transfer.errors import TransferError
 from transfer.zero3.attachments import attachments
 from transfer.zero3.swapped import file_stream, state_file
@@ -28,10 +30,12 @@ ALL_IN_FILES = {"sub_group": 10**9}
 runs = 0
 
 
-def start(*, attached=True, **case):
-    """A training of its own."""
+def start(*, attached=True, resident=None, **case):
+    """A training of its own; ``resident``: how much of its state stays in host memory."""
     global runs
     runs += 1
+    if resident is not None:
+        case["transfer"] = {**DIRECT, "zero3": {"host_memory": resident}}
     return Run({"nvme": True, "name": f"interrupted-{runs}", **case}, attached, runs)
 
 
@@ -231,12 +235,13 @@ def ctrl_c_wherever_it_falls():
 
 def a_checkpoint_is_carried_back_and_forth():
     expected, folder = None, os.environ["CHECKPOINTS"] + "/carried"
-    for number, (before, after) in enumerate([(False, False), (True, False), (False, True), (True, True)]):
-        run = start(attached=before)
+    ways = [(False, False), (True, False), (False, True), (True, True)]
+    for number, (before, after, resident) in enumerate([*((*way, None) for way in ways), (True, True, "60KiB")]):
+        run = start(attached=before, resident=resident)
         iterate(run, 1, 2, 3)
         run.engine.save_checkpoint(f"{folder}-{number}")
         run.engine.destroy()
-        run = start(attached=after)
+        run = start(attached=after, resident=resident)
         run.engine.load_checkpoint(f"{folder}-{number}")
         iterate(run, 4, 5)
         expected = expected or state(run)  # DeepSpeed's own
@@ -280,6 +285,77 @@ def files_that_others_replace_are_opened_again():
     run.engine.destroy()
 
 
+def what_stays_in_memory_is_in_the_files_for_everybody_who_reads_them():
+    expected = alone(1, 2, 3, 4)
+    for resident in ("30KiB", "1MiB"):
+        run = start(resident=resident)
+        iterate(run, 1, 2, 3)
+        stale = files_of(run)
+        zero3.flush(run.engine)
+        flushed = files_of(run)
+        assert flushed != stale
+        run.engine.save_checkpoint(os.environ["CHECKPOINTS"] + f"/flushed-{resident}")
+        assert files_of(run) == flushed
+        iterate(run, 4)
+        assert (files_of(run) == flushed) == (resident == "1MiB"), "what stays is not written in a step"
+        zero3.detach(run.engine)
+        assert same(state(run), expected), resident
+        run.engine.destroy()
+
+
+def files_of(run):
+    """The bytes of the files with state."""
+    paths = Path(run.zero.optimizer_swapper.swap_folder).glob("*.swp")
+    return {path.name: path.read_bytes() for path in paths if "gradient" not in path.name}
+
+
+def what_stays_in_memory_and_cannot_be_written():
+    """Steps go on, saves and readers raise, until it is written."""
+    expected = alone(1, 2, 3, 4)
+    run = start(resident="1MiB")
+    iterate(run, 1, 2, 3)
+    with Refusing(lambda number: number == 5) as refusing:
+        for attempt in (run.engine.save_checkpoint, lambda _: state(run), lambda _: zero3.flush(run.engine)):
+            with pytest.raises(SwapError, match="optimizer state"):
+                attempt(os.environ["CHECKPOINTS"] + "/resident-refused")
+        iterate(run, 4)
+        refusing.over.set()
+        run.engine.save_checkpoint(os.environ["CHECKPOINTS"] + "/resident-saved")
+    assert same(state(run), expected)
+    run.engine.destroy()
+
+
+def files_that_others_write_while_newer_state_is_in_memory():
+    """Neither is thrown away without a word; a checkpoint helps."""
+    expected = alone(1, 2, 3, 4, rewound=True)
+    run = start(resident="1MiB", **ALL_IN_FILES)
+    iterate(run, 1, 2)
+    folder = os.environ["CHECKPOINTS"] + "/before-others"
+    run.engine.save_checkpoint(folder)
+    iterate(run, 3)
+    for path in Path(run.zero.optimizer_swapper.swap_folder).glob("*.swp"):
+        path.write_bytes(path.read_bytes())
+    for attempt in (run.engine.step, lambda: run.engine.save_checkpoint(folder + "-x"), lambda: state(run)):
+        with pytest.raises(TransferError, match="written by other code"):
+            attempt()
+    run.engine.load_checkpoint(folder)
+    iterate(run, 3, 4)
+    assert same(state(run), expected)
+    run.engine.destroy()
+
+
+def two_runs_with_one_folder():
+    """The second one is refused: it would write the files of the first."""
+    run = start()
+    iterate(run, 1, 2)
+    folder = run.zero.optimizer_swapper.swap_folder
+    code = "import sys, pathlib; from transfer.zero3.swapped import scratch; scratch.mark(pathlib.Path(sys.argv[1]))"
+    other = subprocess.run([sys.executable, "-c", code, folder], capture_output=True, text=True, check=False)
+    assert "another process uses these swap files" in other.stderr
+    run.engine.destroy()
+    assert subprocess.run([sys.executable, "-c", code, folder], check=False).returncode == 0
+
+
 def files_are_closed_and_memory_given_back():
     run = start()
     iterate(run, 1, 2)
@@ -306,6 +382,10 @@ CASES = (
     a_checkpoint_is_carried_back_and_forth,
     a_step_leaves_gradients_as_they_were_reduced,
     files_that_others_replace_are_opened_again,
+    what_stays_in_memory_is_in_the_files_for_everybody_who_reads_them,
+    what_stays_in_memory_and_cannot_be_written,
+    files_that_others_write_while_newer_state_is_in_memory,
+    two_runs_with_one_folder,
     files_are_closed_and_memory_given_back,
 )
 

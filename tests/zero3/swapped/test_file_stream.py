@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accelerators.simulated import SimulatedAccelerator
@@ -32,11 +32,11 @@ def _no_pauses(monkeypatch):
 class Training:
     """Sub-groups in files, and steps that add one to each master, two and three to its moments."""
 
-    def __init__(self, folder, sizes, seed=0, tile=TILE, drive=None):
+    def __init__(self, folder, sizes, seed=0, tile=TILE, drive=None, resident=0):
         self.tile = tile
         self.accelerator = SimulatedAccelerator(seed=seed)
         self.transfer = build_transfer(DIRECT, self.accelerator)
-        self.stream = FileStream(self.transfer, tile, drive)
+        self.stream = FileStream(self.transfer, tile, drive, resident)
         self.sizes, self.steps, self.copies = sizes, 0, []
         self.files = []
         for number, size in enumerate(sizes):
@@ -76,6 +76,7 @@ class Training:
         self.steps += 1
 
     def check(self):
+        self.stream.flush()
         for copy in self.copies:
             copy.wait()
         self.accelerator.synchronize()
@@ -105,6 +106,7 @@ def test_steps_pass(training):
         training.check()
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 7 * TILE), min_size=1, max_size=4), st.integers(0, 2**16), st.integers(1, 3))
 def test_any_sizes_and_orders_of_copies(tmp_path_factory, sizes, seed, steps):
     training = Training(tmp_path_factory.mktemp("state"), sizes, seed)
@@ -214,7 +216,7 @@ def test_what_could_not_be_written_stays_until_it_is(training, monkeypatch, firs
     with pytest.raises(SwapError, match="optimizer state"):
         training.step()
     with pytest.raises((SwapError, TransferError)):
-        training.stream.begin(())
+        training.stream.check()
     over.set()
     if first > 3 * (len(list(training.tiles())) - file_stream.SLOTS):
         training.steps = 1  # all tiles were updated, and the last of them had slots of their own
@@ -287,11 +289,15 @@ def test_a_step_that_ends_between_sub_groups_is_only_shorter(training):
         for kind, file in enumerate(training.files[number]):
             values = torch.frombuffer(bytearray(file.path.read_bytes()), dtype=torch.float32)[: whole[number]]
             assert torch.equal(values, training.expected(number, kind, 0))
-    training.stream.begin(())  # raises nothing
+    training.stream.check()  # raises nothing
 
 
 def test_what_is_not_the_next_tile_is_refused(training):
-    training.stream.begin(training.tiles())
+    with pytest.raises(TransferError, match="no tile"):
+        training.stream.take(0, 0)
+    training.stream.settle()
+    training.stream.forget()
+    training.stream.begin(list(training.tiles()))
     with pytest.raises(TransferError, match="not the next"):
         training.stream.take(0, TILE)
 
@@ -303,13 +309,15 @@ def test_a_stream_whose_memory_cannot_be_locked_holds_nothing(monkeypatch):
 
     def refuses(source):
         calls.append(source)
-        if len(calls) == 3:
+        if len(calls) == 2:
             raise MemoryError
         prepare(source)
 
     monkeypatch.setattr(transfer, "prepare", refuses)
     before = threading.active_count()
+    stream = FileStream(transfer, TILE, resident_bytes=20_000)
     with pytest.raises(MemoryError):
-        FileStream(transfer, TILE)
+        stream.begin([Tile(0, TILE * number, TILE, [], number == 9) for number in range(10)])
+    stream.close()
     assert transfer.pinned_bytes == 0
     assert threading.active_count() == before

@@ -22,6 +22,7 @@ from .names import (
     RESET,
     STATE_DICT,
     STEP,
+    SWAP_IN,
     UPDATE,
 )
 from .optimizer import Stage3, SwapFile, buffers_of
@@ -52,6 +53,7 @@ __all__ = [
     "RESET",
     "STATE_DICT",
     "STEP",
+    "SWAP_IN",
     "UPDATE",
     "GradientState",
     "Parameter",

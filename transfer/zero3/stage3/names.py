@@ -17,6 +17,8 @@ POST_STEP = "_post_step"
 RESET = "reset_swap_buffers"
 DESTROY = "destroy"
 STATE_DICT = "state_dict"
+#: And before DeepSpeed reads a sub-group's state from files.
+SWAP_IN = "_optimizer_states_and_gradient_swap_in"
 CONFIGURE = "_configure_zero_optimizer"
 #: Those that handle gradients: each reduction in backward, the last one where the caller does not manage accumulation,
 #: and the check for overflow.
@@ -49,13 +51,13 @@ NAMES = {
     FINALIZE: ("0.19.6", "0.19.8"),
     # Its swapper
     **dict.fromkeys(("optimizer_swapper", "swap_buffer_manager", "all_buffers", "used_buffer_index"), _ALL),
-    **dict.fromkeys(("swap_params_info", "release_unswapped_gradients", "ds_id"), _ALL),
+    **dict.fromkeys(("swap_params_info", "release_unswapped_gradients", "ds_id", "swap_folder"), _ALL),
     "swap_paths": ("0.16.0", "0.16.0"),  # the master's is the first
     "swap_path": _SINCE_0_17,  # of each of an info's ``tensors``
     # What of it gradients and state in files pass through, which is left to DeepSpeed in older versions
     **dict.fromkeys(("swap_out_gradients", "swapped_gradients", "unswapped_gradients"), _SINCE_0_19_8),
     **dict.fromkeys(("_writeback_gradients", "has_state_tensors"), _SINCE_0_19_8),
-    **dict.fromkeys(("_optimizer_states_and_gradient_swap_in", "_release_swap_buffers"), _SINCE_0_19_8),
+    **dict.fromkeys((SWAP_IN, "_release_swap_buffers"), _SINCE_0_19_8),
     # CPU Adam
     **dict.fromkeys(("DeepSpeedCPUAdam", "ds_opt_adam", "adam_update"), _ALL),
     # The engine

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from accelerators.overlap import memory_problem
@@ -118,6 +119,12 @@ class Stage3:
     def buffer_manager(self) -> Any:
         """The owner of the buffers that swapped sub-groups pass through, or None; see ``buffers_of``."""
         return getattr(getattr(self.optimizer, "optimizer_swapper", None), "swap_buffer_manager", None)
+
+    @property
+    def folder_of_files(self) -> Path | None:
+        """Where the files of swapped sub-groups are; None where nothing is swapped."""
+        folder = getattr(getattr(self.optimizer, "optimizer_swapper", None), "swap_folder", None)
+        return Path(folder) if folder is not None else None
 
     @property
     def uses_buffers(self) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .names import SWAP_IN
 from .optimizer import Stage3
 
 #: How the files of Adam's two moments are called; DeepSpeed adds the master's name.
@@ -18,8 +19,8 @@ _MOMENTS = ("exp_avg-", "exp_avg_sq-")
 #: What of a swapper gradients go through. Before 0.19.8, it has no ``_writeback_gradients``: where no gradient is in a
 #: file, setting one waits for no write, and the aio op aborts the process.
 _NEEDED = ("swap_out_gradients", "swap_params_info", "_writeback_gradients")
-#: And of the optimizer: reads a sub-group's state and gradient into swap buffers, and lets go of them.
-_SWAP_IN, _LET_GO = "_optimizer_states_and_gradient_swap_in", "_release_swap_buffers"
+#: And of the optimizer, beside ``SWAP_IN``: lets go of the swap buffers.
+_LET_GO = "_release_swap_buffers"
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class SwappedState:
         if not ranges:
             yield Tensor(), []
             return
-        getattr(optimizer, _SWAP_IN)(self.sub_group_id)
+        getattr(optimizer, SWAP_IN)(self.sub_group_id)
         try:
             yield self.stage3.master(self.sub_group_id).grad, ranges
         finally:
@@ -100,7 +101,7 @@ def why_not_received(optimizer: Any) -> str | None:
         return "parameters are on NVMe too"
     swapper = getattr(optimizer, "optimizer_swapper", None)
     missing = [name for name in _NEEDED if not hasattr(swapper, name)]
-    missing += [name for name in (_SWAP_IN, _LET_GO) if not hasattr(optimizer, name)]
+    missing += [name for name in (SWAP_IN, _LET_GO) if not hasattr(optimizer, name)]
     return f"there is no `{missing[0]}`" if missing else None
 
 

@@ -2,16 +2,16 @@
 
 One stream of tiles over all sub-groups. While one is updated, the next ones are read, those before it are written, and
 the device reads their masters, all at once. The thread that makes the step starts everything; threads of two pools read
-and write. Nothing of it runs between steps.
+and write. Nothing of it runs between steps. Some tiles may stay in memory (``residents``): they are neither read nor
+written in a step.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 
 from torch import Tensor
@@ -20,7 +20,8 @@ from ...errors import SwapError, TransferError, run_all
 from ...in_flight import InFlightCopy
 from ...interface import HostToDeviceTransfer
 from ...measured.profile import Drive
-from .slots import Requests, Slot, Tile
+from .residents import Residents
+from .slots import Requests, Slot, SlotMemory, Tile
 
 logger = logging.getLogger("transfer")
 
@@ -40,12 +41,17 @@ class FileStream:
         transfer: Page-locks the memory that the device reads.
         tile_elements: Of the largest tile.
         drive: Of the machine's profile: threads and sizes of requests.
+        resident_bytes: Of host memory that tiles stay in from step to step.
     """
 
-    def __init__(self, transfer: HostToDeviceTransfer, tile_elements: int, drive: Drive | None = None) -> None:
-        self._transfer = transfer
-        self._slots = [Slot(tile_elements) for _ in range(SLOTS)]
-        self._free = list(self._slots)
+    def __init__(
+        self, transfer: HostToDeviceTransfer, tile_elements: int, drive: Drive | None = None, resident_bytes: int = 0
+    ) -> None:
+        self._transfer, self._tile_elements = transfer, tile_elements
+        self._memory: SlotMemory | None = None  # taken by the first step in which a tile passes
+        self._slots: list[Slot] = []
+        self._free: list[Slot] = []
+        self._residents = Residents(transfer, resident_bytes)
         self._coming: deque[Tile] = deque()
         self._read: deque[Slot] = deque()
         self._current: Slot | None = None
@@ -58,30 +64,61 @@ class FileStream:
             Requests(THREADS, REQUEST_BYTES) if rate is None else Requests(rate.threads, rate.request_bytes)
             for rate in rates
         )
-        try:
-            for slot in self._slots:
-                transfer.prepare(slot.tensors[0])
-        except BaseException:
-            self.close()
-            raise
 
     @property
     def num_bytes(self) -> int:
         """Of its memory."""
-        return sum(slot.num_bytes for slot in self._slots)
+        return self._residents.num_bytes + (0 if self._memory is None else self._memory.num_bytes)
 
-    def begin(self, tiles: Iterable[Tile]) -> None:
+    @property
+    def resident_bytes(self) -> int:
+        """Of the memory that tiles stay in."""
+        return self._residents.num_bytes
+
+    @property
+    def is_dirty(self) -> bool:
+        """Whether memory holds state that files do not, between steps."""
+        return bool(self._unwritten) or self._residents.is_dirty
+
+    def begin(self, tiles: Sequence[Tile]) -> None:
         """Starts to read the tiles of a step, in order. What an earlier step has left unwritten is written first.
+
+        The first time, blocks while memory is taken and page-locked.
 
         Raises:
             SwapError: It still cannot be written.
             TransferError: An earlier step ended in the middle of a sub-group. A checkpoint must be loaded.
+            Exception: What the transfer's ``prepare`` raises. Nothing has begun then.
         """
+        self.check()
+        if not tiles:
+            return
+        self._residents.choose(tiles, self._writers)
+        if self._memory is None and any(self._residents.slot_of(tile) is None for tile in tiles):
+            self._memory = SlotMemory(self._transfer, [self._tile_elements] * SLOTS)
+            self._slots = list(map(Slot, self._memory.parts()))
+            self._free = list(self._slots)
+        self._coming.extend(tiles)
+        self._advance()
+
+    def check(self) -> None:
+        """Settles. Raises also where an earlier step ended in the middle of a sub-group; see ``begin``."""
         self.settle()
         if self._torn is not None:
             raise TransferError(self._torn)
-        self._coming.extend(tiles)
-        self._advance()
+
+    def flush(self) -> None:
+        """Blocks until files hold everything.
+
+        Raises:
+            SwapError: The first error of a write. What could not be written stays in memory, and is tried again.
+        """
+        self.settle()
+        self._residents.flush(self._writers)
+
+    def drop(self) -> None:
+        """State that stays in memory is read anew in the next step: others have written files, or will."""
+        self._residents.drop()
 
     def take(self, sub_group_id: int, offset: int) -> tuple[Tensor, ...]:
         """Master, first and second moments of the next tile. Blocks until they are in memory.
@@ -89,11 +126,14 @@ class FileStream:
         Raises:
             SwapError: They cannot be read. Nothing of the tile is lost; it is the next one still. Where the stream
                 settles before all of the sub-group is updated, it wants a checkpoint.
+            TransferError: It is not the next one.
         """
         self._updating = sub_group_id
         if self._current is None:
+            if not self._read and not self._coming:
+                raise TransferError(f"there is no tile to take, of sub-group {sub_group_id} at element {offset}")
             if not self._read:
-                self._start(self._next_free())
+                self._start(self._residents.slot_of(self._coming[0]) or self._next_free())
             self._current = self._read[0]
         if self._read and self._read[0] is self._current:
             self._read.popleft()
@@ -133,7 +173,7 @@ class FileStream:
         self._advance()
 
     def settle(self) -> None:
-        """Blocks until everything is written, and no device reads it; tiles that were not updated are forgotten.
+        """Blocks until what passes is written, and no device reads it; tiles that were not updated are forgotten.
 
         What could not be written stays in memory, and is tried again.
 
@@ -160,6 +200,7 @@ class FileStream:
                 self._leave()
             except Exception as error:  # noqa: BLE001, PERF203 - it is raised below
                 errors.append(error)
+        errors += self._residents.release()
         self._free = [slot for slot in self._slots if slot not in self._unwritten]
         if errors:
             raise errors[0]
@@ -172,23 +213,23 @@ class FileStream:
         """
         self._unwritten.clear()
         self.settle()
+        self._residents.drop()
         was_torn, self._torn = self._torn is not None, None
         return was_torn
 
     def close(self) -> None:
-        """Settles, and gives everything back. Idempotent.
+        """Flushes, and gives everything back. Idempotent.
 
         Raises:
             SwapError: State could not be written: it is lost.
         """
         if self._torn is not None:
             logger.warning("optimizer state in files is left as it is, though %s", self._torn)
+        memory, self._memory = self._memory, None
         try:
-            run_all(
-                [self.settle, *(functools.partial(self._transfer.unprepare, slot.tensors[0]) for slot in self._slots)]
-            )
+            run_all([self.flush, *([] if memory is None else [memory.close]), self._residents.close])
         finally:
-            self._slots = []
+            self._slots, self._free = [], []
             run_all([self._readers.close, self._writers.close])
 
     def _advance(self) -> None:
@@ -196,8 +237,11 @@ class FileStream:
         while self._written and self._written[0].is_idle:
             with contextlib.suppress(SwapError):  # it is raised when the stream settles
                 self._leave()
-        while self._coming and self._free:
-            self._start(self._free.pop())
+        while self._coming:
+            slot = self._residents.slot_of(self._coming[0])
+            if slot is None and not self._free:
+                return
+            self._start(slot or self._free.pop())
 
     def _start(self, slot: Slot) -> None:
         slot.read(self._readers, self._coming.popleft())
@@ -231,4 +275,6 @@ class FileStream:
             self._unwritten.append(self._written.popleft())
             raise
         slot.free()
-        self._free.append(self._written.popleft())
+        self._written.popleft()
+        if not slot.is_resident:
+            self._free.append(slot)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from ...in_flight import InFlightCopy
+from ...interface import HostToDeviceTransfer
 from ...nvme.aligned_memory import ALIGNMENT_BYTES, aligned_empty, buffer_of, round_down, round_up, use_huge_pages
 from ...nvme.threads import run_on
 from .state_file import StateFile
 
 _ELEMENT_BYTES = 4  # fp32
+_STATES = 3  # master, first and second moments
 
 
 @dataclass(frozen=True)
@@ -58,34 +61,71 @@ class Requests:
         self._pool.shutdown()
 
 
+def bytes_for(elements: int) -> int:
+    """The bytes of a slot."""
+    return _STATES * round_up(elements * _ELEMENT_BYTES, ALIGNMENT_BYTES)
+
+
+class SlotMemory:
+    """The memory of several slots. The masters lie together, and are page-locked at once, as nothing else is.
+
+    Blocks while it is taken. It is zero at first.
+
+    Args:
+        transfer: Page-locks what the device reads.
+        elements: Of the largest tile of each slot.
+
+    Attributes:
+        num_bytes: Of all.
+
+    Raises:
+        Exception: What the transfer's ``prepare`` raises.
+    """
+
+    def __init__(self, transfer: HostToDeviceTransfer, elements: Sequence[int]) -> None:
+        self._transfer = transfer
+        self._sizes = [bytes_for(each) // _STATES for each in elements]
+        self.num_bytes = _STATES * sum(self._sizes)
+        self._states = [aligned_empty(sum(self._sizes)).zero_() for _ in range(_STATES)]
+        for memory in self._states:
+            use_huge_pages(memory)
+        transfer.prepare(self._states[0])
+
+    def parts(self) -> Iterator[list[Tensor]]:
+        """Yields three tensors for each slot, of bytes."""
+        begin = 0
+        for size in self._sizes:
+            yield [memory.narrow(0, begin, size) for memory in self._states]
+            begin += size
+
+    def close(self) -> None:
+        """Undoes the page-lock."""
+        self._transfer.unprepare(self._states[0])
+
+
 class Slot:
     """Memory for one tile.
 
     It is free, or being read; then the optimizer updates it; then it is being written, and the device reads the master.
 
     Args:
-        elements: Of the largest tile.
+        memory: See ``SlotMemory.parts``.
 
     Attributes:
-        tensors: Master, first and second moments: flat, fp32, ``elements`` each, zero at first.
+        tensors: Master, first and second moments: flat, fp32.
         tile: What is in it, or on its way; None where it is free.
         copy: The copy to the device that reads it, if there is one.
+        is_resident: Whether one tile stays in it from step to step.
     """
 
-    def __init__(self, elements: int) -> None:
-        num_bytes = round_up(elements * _ELEMENT_BYTES, ALIGNMENT_BYTES)
-        self._memory = [aligned_empty(num_bytes).zero_() for _ in range(3)]
-        for memory in self._memory:
-            use_huge_pages(memory)
-        self.tensors = [memory.view(torch.float32) for memory in self._memory]
+    is_resident = False
+
+    def __init__(self, memory: list[Tensor]) -> None:
+        self._memory = memory
+        self.tensors = [each.view(torch.float32) for each in memory]
         self.tile: Tile | None = None
         self.copy: InFlightCopy | None = None
         self._requests: list[Future[None]] = []
-
-    @property
-    def num_bytes(self) -> int:
-        """Of its memory."""
-        return sum(memory.nbytes for memory in self._memory)
 
     def read(self, requests: Requests, tile: Tile) -> None:
         """Starts to read a tile."""

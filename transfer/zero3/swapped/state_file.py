@@ -49,6 +49,7 @@ class StateFile:
             self.num_bytes = os.fstat(self._descriptor).st_size
             self._take_space()
             self._direct = open_direct(self.path, self._descriptor, os.O_RDWR)
+            self.note()
         except BaseException:
             os.close(self._descriptor)
             raise
@@ -60,6 +61,15 @@ class StateFile:
             return os.path.samestat(self.path.stat(), os.fstat(self._descriptor))
         except OSError:
             return False
+
+    def note(self) -> None:
+        """Remembers when it was last written."""
+        self._noted = self._written_last()
+
+    @property
+    def is_as_noted(self) -> bool:
+        """Whether its path still leads to it, and nothing was written since ``note``."""
+        return self.is_there and self._noted == self._written_last()
 
     def read(self, offset: int, memory: memoryview) -> None:
         """Fills ``memory`` from byte ``offset`` on. Blocks; what fails is tried again a few times.
@@ -80,6 +90,10 @@ class StateFile:
             if descriptor is not None and descriptor >= 0:
                 os.close(descriptor)
         self._direct, self._descriptor = None, -1
+
+    def _written_last(self) -> tuple[int, int]:
+        found = os.fstat(self._descriptor)
+        return found.st_mtime_ns, found.st_size
 
     def _take_space(self) -> None:
         try:
