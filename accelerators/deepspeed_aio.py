@@ -38,13 +38,24 @@ def unavailable_reason() -> str | None:
     return None
 
 
-def make_handle(threads: int) -> Any:
-    """A handle of the op, whose ``threads`` share each request. With one, the calling thread reads.
+def settings(threads: int, block_bytes: int = _BLOCK_BYTES) -> dict[str, Any]:
+    """The section ``aio`` of a DeepSpeed config whose handles are those of ``make_handle``."""
+    return {
+        "block_size": block_bytes,
+        "queue_depth": _QUEUE_DEPTH,
+        "single_submit": False,
+        "overlap_events": True,
+        "intra_op_parallelism": threads,
+    }
+
+
+def make_handle(threads: int, block_bytes: int = _BLOCK_BYTES) -> Any:
+    """A handle of the op, whose ``threads`` share each request, in blocks. With one, the calling thread reads.
 
     Raises:
         Exception: What loading the op raises where ``unavailable_reason`` gives one.
     """
-    return _load().aio_handle(_BLOCK_BYTES, _QUEUE_DEPTH, False, True, threads)
+    return _load().aio_handle(*settings(threads, block_bytes).values())
 
 
 def may_lock_bytes(num_bytes: int) -> bool:

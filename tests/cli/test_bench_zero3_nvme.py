@@ -12,6 +12,7 @@ from tests.running import run_program, run_python
 from transfer import StrategyUnavailableError, cli
 from transfer.cli.bench_zero3 import on_nvme as zero3_bench_nvme
 from transfer.cli.bench_zero3 import report as zero3_report
+from transfer.cli.bench_zero3.nvme_peers import host_memory
 from transfer.nvme.mounts import file_system
 
 #: Each sub-group has the 262,144 elements from which DeepSpeed swaps.
@@ -29,7 +30,7 @@ def test_steps_with_state_in_files(tmp_path):
     given = [word for key, value in TINY.items() for word in (f"--{key.replace('_', '-')}", value)]
     done = run_python(
         *("-m", "transfer.cli", "bench", "zero3", "--accelerator", "simulated", "--threads", 1, *given, "--json"),
-        *("--ranks", 2, "--nvme", tmp_path, "--nvme-pipeline", "--strategies", "pinned_staged", "nvme_swapped"),
+        *("--ranks", 2, "--sub-groups", 2, "--nvme", tmp_path, "--nvme-pipeline", "--strategies", "pinned_staged", "nvme_swapped"),
         environment=ENVIRONMENT,
         timeout=200,
     )
@@ -85,6 +86,50 @@ def test_wrong_bits_are_seen_although_the_masters_are_in_files(tmp_path):
     assert len(watched["rewrites"]) >= 2 + 2 * 2
     assert all(before < after == sub_groups for before, after in watched["rewrites"])
     assert watched["pinned_bytes_at_the_end"] == 0
+
+
+@needs_aio
+@pytest.mark.slow
+def test_whole_engines_take_turns_and_have_the_bits_of_deepspeed(tmp_path):
+    given = [word for key, value in TINY.items() for word in (f"--{key.replace('_', '-')}", value)]
+    given[given.index("adamw")] = "cpu_adam"  # whose state passes through the step
+    done = run_python(
+        *("-m", "transfer.cli", "bench", "zero3", "--accelerator", "simulated", "--threads", 1, *given, "--json"),
+        *("--nvme", tmp_path, "--peers", "pipelined", "half", "all", "memory"),
+        environment=ENVIRONMENT,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    report = json.loads(done.stdout)
+    rows = {one["variant"]: one for one in report["peers"]}
+    names = ("pipelined", "half resident", "all resident", "in memory")
+    assert list(rows) == ["deepspeed", f"deepspeed, {names[0]}", "default", *(f"default, {name}" for name in names[1:])]
+    assert rows.pop("deepspeed")["right_bits"] is None
+    assert {one["right_bits"] for one in rows.values()} == {True}
+    assert rows["default"]["engine"]["swapped_sub_groups"] > 1
+    assert rows["default, in memory"]["engine"]["swapped_sub_groups"] == 0
+    assert report["nvme"]["aio"]["intra_op_parallelism"] >= 1
+    assert (report["measurements"], report["not_run"]) == ([], [])
+    assert not [*tmp_path.iterdir()], "swap files are left"
+
+
+def test_rows_of_files_and_of_memory_are_not_mixed_up(capsys):
+    for arguments, expected in (
+        (["--nvme", "/drive", "--peers", "fsdp2"], "fsdp2 is none of tuned, pipelined, half, all, memory"),
+        (["--peers", "tuned"], "tuned is none of offload_param, superoffload, fsdp2"),
+        (["--nvme", "/drive", "--layers", "1", "--hidden", "448"], "expected a multiple of 128, not 448"),
+    ):
+        with pytest.raises(SystemExit) as caught:
+            cli.main(["bench", "zero3", "--accelerator", "simulated", *arguments])
+        assert caught.value.code == 2
+        assert expected in capsys.readouterr().err
+
+
+def test_what_stays_in_memory_is_half_or_all_of_the_state():
+    masters = 4 * 1000
+    assert host_memory("default", masters) == host_memory("deepspeed", masters) == 0
+    assert host_memory("default, half resident", masters) == 3 * masters // 2
+    assert host_memory("default, all resident", masters) > 3 * masters
 
 
 def test_without_the_op_it_is_one_sentence(capsys, tmp_path, monkeypatch):

@@ -16,21 +16,12 @@ from ..measuring.baselines import DEEPSPEED
 from ..measuring.options import add_common_options, choices, tell
 from ..measuring.quantities import count
 from ..measuring.ranks import launch, usable_cores
+from .rows import CHOICES, NVME_CHOICES, NVME_PEERS, OURS, PEERS
 
 SCHEMA_VERSION = 3
 
 #: Options that the report repeats.
 _REPORTED = ("ranks", "layers", "hidden", "limit_seconds", "sub_groups", "batch", "sequence", "steps", "optimizer")
-#: Each row of the peers, in processes of their own.
-PEERS = {
-    DEEPSPEED: "ZeRO-3 with offload_optimizer on the host, as it is",
-    "default": "the same with this package",
-    "offload_param": "ZeRO-3 with offload_param on the host too",
-    "offload_param, default": "the same with this package",
-    "superoffload": "DeepSpeed's SuperOffload",
-    "fsdp2": "torch's FSDP2 with CPUOffloadPolicy(pin_memory=True), fp32 masters, bf16 compute and fused AdamW",
-}
-_CHOICES = ("offload_param", "superoffload", "fsdp2")
 _MOST_THREADS = 12  # more do not make DeepSpeed's CPU Adam faster
 
 
@@ -38,12 +29,10 @@ def main(arguments: Sequence[str]) -> int:
     """Measures steps; returns the exit status."""
     parser = _parser()
     options = parser.parse_args(arguments)
+    # With state in files, whole engines differ: variants of the copy-back alone take turns on one where that is asked.
+    own_too = options.nvme is None or options.strategies is not None
     options.strategies = _strategies(parser, options)
-    options.peers = list(_CHOICES) if options.peers == [] else options.peers or []
-    if options.peers and options.nvme is not None:
-        parser.error("--peers have their state in memory: it does not go with --nvme DIR")
-    for name in set(options.peers) - set(_CHOICES):
-        parser.error(f"argument --peers: {name} is none of {', '.join(_CHOICES)}")
+    options.peers = _peers_asked(parser, options)
     options.layers, options.hidden = _shape(parser, options)
     if options.threads is None:
         options.threads = max(1, min(_MOST_THREADS, usable_cores() // options.ranks))
@@ -51,14 +40,19 @@ def main(arguments: Sequence[str]) -> int:
     with contextlib.ExitStack() as cleaning:
         if options.nvme is not None:
             options.nvme, nvme = _swap_files(options, cleaning)
+            options.aio = nvme["aio"]
         if options.optimizer == "cpu_adam":
             _compile_cpu_adam()
         worker = "transfer.cli.bench_zero3.worker:measure"
         began = time.monotonic()
         limit = options.limit_seconds
         own = {**vars(options), "limit_seconds": limit / 2 if limit and options.peers else limit}
-        measured = launch(worker, own, options.ranks, threads=options.threads, deepspeed=True)
+        measured: dict[str, Any] = {"measurements": [], "not_run": [], "page_lock": {"seconds_by_rank": []}}
+        if own_too:
+            measured = launch(worker, own, options.ranks, threads=options.threads, deepspeed=True)
         peers = _peers({**vars(options), "limit_seconds": limit and max(1, limit - (time.monotonic() - began))})
+        if not own_too:
+            measured |= _described(peers)
     from .report import page_lock, show, with_figures
 
     report = {
@@ -78,18 +72,43 @@ def main(arguments: Sequence[str]) -> int:
 
 def _peers(options: Mapping[str, Any]) -> dict[str, Any]:
     """Measures what a user would pick instead, beside DeepSpeed and this package, in processes of their own."""
-    if not options["peers"]:
+    if not options["peers"] and options["nvme"] is None:
         return {"measurements": [], "not_run": []}
     from ..measuring.progress import progress
     from .peer_report import with_figures
     from .turns import take_turns
 
-    asked = [name for name in PEERS if name.partition(",")[0] in (DEEPSPEED, "default", *options["peers"])]
+    if options["nvme"] is None:
+        asked = [name for name in PEERS if name.partition(",")[0] in (DEEPSPEED, OURS, *options["peers"])]
+    else:
+        rows = [DEEPSPEED, OURS, *(NVME_CHOICES[name] for name in options["peers"])]
+        asked = [name for name in NVME_PEERS if name in rows]
     with progress((options["steps"] + 1) * len(asked), visible=True) as advance:
         results, failed = take_turns("transfer.cli.bench_zero3.peers:measure", options, asked, advance)
     unable = [{"variant": name, "reason": one["reason"]} for name, one in results.items() if "reason" in one]
     ran = {name: results[name] for name in asked if "reason" not in results.get(name, {"reason": ""})}
     return {"measurements": list(with_figures(ran)), "not_run": [*failed, *unable]}
+
+
+def _peers_asked(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[str]:
+    """What of the choices is compared in processes of its own. Ends the program with status 2 where one is none."""
+    choices_here = CHOICES if options.nvme is None else tuple(NVME_CHOICES)
+    if options.peers is None:
+        return [] if options.nvme is None else ["tuned", "pipelined"]
+    for name in set(options.peers) - set(choices_here):
+        parser.error(f"argument --peers: {name} is none of {', '.join(choices_here)}")
+    return options.peers or list(choices_here)
+
+
+def _described(peers: Mapping[str, Any]) -> dict[str, Any]:
+    """The machine, and the engine whose state is in files, as the first peer that ran has described them.
+
+    Raises:
+        StrategyUnavailableError: None ran.
+    """
+    for one in peers["measurements"]:
+        return {"hardware": one["hardware"], "engine": one["engine"]}
+    raise StrategyUnavailableError("; ".join(f"{one['variant']}: {one['reason']}" for one in peers["not_run"]))
 
 
 def _strategies(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[str]:
@@ -113,6 +132,7 @@ def _swap_files(options: argparse.Namespace, cleaning: contextlib.ExitStack) -> 
 
     from ...nvme.mounts import file_system
     from ...nvme.swap_directory import swap_directory
+    from .nvme_peers import fastest_aio
 
     with contextlib.redirect_stdout(sys.stderr):  # where DeepSpeed tells what it has chosen
         obstacle = unavailable_reason()
@@ -121,7 +141,9 @@ def _swap_files(options: argparse.Namespace, cleaning: contextlib.ExitStack) -> 
     # Below this process's own: what is left if it is killed, the next one removes.
     own = swap_directory(options.nvme).path
     directory = cleaning.enter_context(tempfile.TemporaryDirectory(prefix="h2d-bench-", dir=own))
-    return directory, {"file_system": file_system(own), "pipelined": options.nvme_pipeline}
+    print("trying settings of DeepSpeed's aio op on this drive", file=sys.stderr, flush=True)
+    aio = fastest_aio(directory, usable_cores() // options.ranks)
+    return directory, {"file_system": file_system(own), "pipelined": options.nvme_pipeline, "aio": aio}
 
 
 def _compile_cpu_adam() -> None:
@@ -142,16 +164,19 @@ def _compile_cpu_adam() -> None:
 
 def _shape(parser: argparse.ArgumentParser, options: argparse.Namespace) -> tuple[int, int]:
     """Layers and width of the model. Ends the program with status 2 where they are not well given."""
+    from .on_nvme import WIDTH_MULTIPLE
     from .transformer import HEAD_WIDTH, shape_of
+
+    multiple = HEAD_WIDTH if options.nvme is None else WIDTH_MULTIPLE
 
     if (options.layers is None) != (options.hidden is None):
         parser.error("--layers and --hidden go together")
     if options.layers is None:
-        return shape_of(options.parameters or 10**9)
+        return shape_of(options.parameters or 10**9, multiple)
     if options.parameters is not None:
         parser.error("give either --parameters or --layers and --hidden")
-    if options.hidden % HEAD_WIDTH:
-        parser.error(f"argument --hidden: expected a multiple of {HEAD_WIDTH}, not {options.hidden}")
+    if options.hidden % multiple:
+        parser.error(f"argument --hidden: expected a multiple of {multiple}, not {options.hidden}")
     return options.layers, options.hidden
 
 
@@ -162,6 +187,8 @@ def _parser() -> argparse.ArgumentParser:
         "optimizer steps and whole iterations with every copy-back, step by step in turn. With --peers others train "
         "the same model in processes of their own, which are alive at once and take turns, one iteration each: "
         + "; ".join(f"{name}: {what}" for name, what in PEERS.items())
+        + ". With --nvme, optimizer state is in files, and these are compared, in the same way: "
+        + "; ".join(f"{name}: {what}" for name, what in NVME_PEERS.items())
         + ". Model, batch, sequence, threads, learning rate and the norm that gradients are clipped to are "
         "equal.",
         epilog="Exit status: 0; 1 where a variant left wrong bits or the work failed; 2 where the arguments are wrong.",
@@ -170,12 +197,13 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--parameters", type=count, metavar="N", help="of the model, about (default 1e9)")
     add("--layers", type=count, metavar="N", help="instead of --parameters, with --hidden")
-    add("--hidden", type=count, metavar="N", help="width of each layer, a multiple of 64")
+    add("--hidden", type=count, metavar="N", help="width of each layer, a multiple of 64; with --nvme, of 128")
     add("--sub-groups", type=count, default=4, metavar="N", help="on each rank, at most (default 4)")
     add("--steps", type=count, default=12, metavar="N", help="of each variant (default 12)")
     peers = (
-        f"also these of {', '.join(_CHOICES)}, or without a name all, beside DeepSpeed and this package; all are alive "
-        "at once, so each needs its host memory: some 20 bytes a parameter"
+        f"also these of {', '.join(CHOICES)}, or without a name all, beside DeepSpeed and this package; all are alive "
+        "at once, so each needs its host memory: some 20 bytes a parameter. "
+        f"With --nvme, of {', '.join(NVME_CHOICES)} (default: tuned pipelined)"
     )
     add("--peers", nargs="*", metavar="NAME", help=peers)
     limit = "of the whole: make no more steps of each than fit in so long"

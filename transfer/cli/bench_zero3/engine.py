@@ -66,6 +66,8 @@ def make_engine(options: Mapping[str, Any], accelerator: Any) -> Any:
         "zero_optimization": zero,
         "steps_per_print": 10**9,
     }
+    if options.get("aio"):
+        config["aio"] = options["aio"]
     # Partitioned while it is built: no rank ever holds the whole model.
     with deepspeed.zero.Init(config_dict_or_path=config):
         model = Transformer(options["layers"], options["hidden"])

@@ -16,6 +16,11 @@ from ...nvme import SwappedTensor, swap_in
 from ...registry import get_strategy
 from ...zero3.stage3 import Stage3, buffers_of
 
+#: Of the model's width. Where a parameter does not begin at a multiple of 512 bytes of its sub-group, DeepSpeed 0.19.8
+#: reads its gradient into memory that O_DIRECT refuses, does not see the error, and updates by what the memory held
+#: before (seen with a width of 448, in six of fifty parameters): its bits would be nobody's reference.
+WIDTH_MULTIPLE = 128
+
 
 def offload_section(options: Mapping[str, Any]) -> dict[str, Any]:
     """``offload_optimizer`` of the DeepSpeed config, by the options ``nvme`` and ``nvme_pipeline``."""

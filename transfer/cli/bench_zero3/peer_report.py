@@ -11,10 +11,13 @@ from rich.console import Console
 from ..measuring.baselines import DEEPSPEED
 from ..measuring.report import Column, make_table, median_ratio, number, plural, say, slowest, times, verdict
 from .phases import Phases
+from .rows import NVME_PEERS
 
 _PAIRS = 12  #: With fewer, quartiles say little.
 #: What has the same bits without this package.
-_ALONE = {"default": DEEPSPEED, "offload_param, default": "offload_param"}
+_ALONE = {"offload_param, default": "offload_param"} | dict.fromkeys(
+    ("default", *(name for name in NVME_PEERS if name != DEEPSPEED)), DEEPSPEED
+)
 
 
 def _seconds_text(value: float) -> str:

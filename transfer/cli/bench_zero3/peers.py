@@ -20,18 +20,22 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ... import zero3
 from ...accelerator_choice import AcceleratorChoice
+from ...config import Zero3Config
 from ...config_file import resolve_config
 from ...errors import StrategyUnavailableError
+from ..measuring.hardware import describe
 from ..measuring.ranks import Ranks
-from .engine import CLIPPING_NORM, LEARNING_RATE, make_engine, start_deepspeed
+from . import nvme_peers
+from .engine import CLIPPING_NORM, LEARNING_RATE, describe_engine, make_engine, start_deepspeed
 from .on_nvme import masters
 from .phases import Phases, timed
+from .rows import ALL, HALF, IN_MEMORY, OURS
 from .transformer import VOCABULARY, Transformer
 from .turns import Turns
 
-OURS = "default"
 PARAM, PARAM_OURS = "offload_param", "offload_param, default"
 SUPER, FSDP2 = "superoffload", "fsdp2"
+_ATTACHED = (OURS, PARAM_OURS, HALF, ALL, IN_MEMORY)
 _WARM_UP = 2  #: Iterations, by deterministic algorithms; masters are compared after them.
 
 
@@ -52,7 +56,7 @@ def measure(options: Mapping[str, Any], ranks: Ranks) -> dict[str, Any]:
     except StrategyUnavailableError as error:
         return {"reason": str(error)}
     with _deterministic():
-        for _ in range(_WARM_UP):
+        for _ in range(_WARM_UP + (options["nvme"] is not None)):  # state passes from the second one on
             timed(training.forward, training.backward, training.step, ranks, accelerator)
     digest = training.digest()
     turns.done()
@@ -66,6 +70,8 @@ def measure(options: Mapping[str, Any], ranks: Ranks) -> dict[str, Any]:
         "host_bytes_by_rank": ranks.gather(own),
         "parameters": training.parameters,
         "note": training.note,
+        "engine": training.engine,
+        "hardware": describe(accelerator),
     }
     training.close()
     return result
@@ -99,9 +105,10 @@ class _Training:
         parameters: int,
         close: Callable[[], None],
         note: str | None = None,
+        engine: Mapping[str, Any] | None = None,
     ) -> None:
         self.forward, self.backward, self.step, self.digest = forward, backward, step, digest
-        self.parameters, self.close, self.note = parameters, close, note
+        self.parameters, self.close, self.note, self.engine = parameters, close, note, engine
 
 
 def _deepspeed(options: Mapping[str, Any], accelerator: Any) -> _Training:
@@ -117,19 +124,25 @@ def _deepspeed(options: Mapping[str, Any], accelerator: Any) -> _Training:
             raise StrategyUnavailableError("SuperOffload works with DeepSpeed's CPU Adam alone.")
     start_deepspeed(accelerator)
     kind = {"offload_param": peer in (PARAM, PARAM_OURS), "super_offload": peer == SUPER}
-    engine = make_engine({**options, **kind, "nvme": None}, accelerator)
-    if peer in (OURS, PARAM_OURS):
-        zero3.attach(engine, resolve_config(options["config"]))
+    engine = make_engine({**options, **kind, **nvme_peers.options_of(options)}, accelerator)
+    if peer in _ATTACHED:
+        config = resolve_config(options["config"])
+        resident = nvme_peers.host_memory(peer, describe_engine(engine)["master_bytes"])
+        zero3.attach(engine, config.model_copy(update={"zero3": Zero3Config(host_memory=resident)}))
     tokens = torch.randint(VOCABULARY, (options["batch"], options["sequence"]), device=engine.device)
 
     def digest() -> str:
+        zero3.flush(engine)
         found = hashlib.sha256()
         for master in masters(engine.optimizer):
             found.update(master.detach().contiguous().view(torch.uint8).numpy())
         return found.hexdigest()
 
     count = sum(parameter.ds_numel for parameter in engine.module.parameters())
-    return _Training(lambda: engine(tokens), engine.backward, engine.step, digest, count, engine.destroy)
+    description = describe_engine(engine)
+    return _Training(
+        lambda: engine(tokens), engine.backward, engine.step, digest, count, engine.destroy, engine=description
+    )
 
 
 def _fsdp2(options: Mapping[str, Any], accelerator: Any) -> _Training:

@@ -142,9 +142,10 @@ def show(report: Mapping[str, Any]) -> None:
         + ("" if nvme is None else f"; {swapped(nvme, engine)}"),
     )
     rows = [{**one, "name": _name(one)} for one in report["measurements"]]
-    out.print(make_table("optimizer steps", _STEPS, [rows]))
-    out.print(make_table("whole iterations", _ITERATIONS, [rows]))
-    out.print(make_table("memory", _MEMORY, [rows]))
+    if rows:
+        out.print(make_table("optimizer steps", _STEPS, [rows]))
+        out.print(make_table("whole iterations", _ITERATIONS, [rows]))
+        out.print(make_table("memory", _MEMORY, [rows]))
     if report.get("peers"):
         show_peers(out, report["peers"])
     for entry in report["not_run"]:
@@ -157,7 +158,9 @@ def show(report: Mapping[str, Any]) -> None:
             f"page-locking {what} ({engine['source_bytes'] / 2**30:.2f} GiB a rank) when attached: "
             f"{statistics.median(locking['seconds']):.3f} s, {locking['seconds_per_gib']:.3f} s per GiB",
         )
-    steps = max((len(one["step_seconds"]) for one in report["measurements"]), default=0)  # fewer, under a limit
+    if not rows:
+        return
+    steps = max(len(one["step_seconds"]) for one in report["measurements"])  # fewer, under a limit
     say(out, _NOTE.format(steps=plural(steps, "step")))
 
 

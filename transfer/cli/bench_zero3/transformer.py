@@ -8,11 +8,14 @@ VOCABULARY = 1024
 HEAD_WIDTH = 64
 
 
-def shape_of(parameters: int) -> tuple[int, int]:
-    """Layers and width of the model with about this many parameters, one layer for each 128 of its width."""
+def shape_of(parameters: int, multiple: int = HEAD_WIDTH) -> tuple[int, int]:
+    """Layers and width of the model with about this many parameters, one layer for each 128 of its width.
+
+    The width is a multiple of ``multiple``, itself one of ``HEAD_WIDTH``.
+    """
     # A block has 12 hidden^2 parameters, so the model has about 12 hidden^3 / 128.
     width = (128 * parameters / 12) ** (1 / 3)
-    hidden = max(1, round(width / HEAD_WIDTH)) * HEAD_WIDTH
+    hidden = max(1, round(width / multiple)) * multiple
     return max(1, round(parameters / (12 * hidden**2))), hidden
 
 
