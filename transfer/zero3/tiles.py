@@ -183,5 +183,6 @@ class TileStream:
         if not isinstance(gradients, LazyGradient):
             return gradients.narrow(0, offset, length)
         if self._scratch is None or self._scratch.numel() < length:
-            self._scratch = torch.empty(max(length, min(self.tile_elements, gradients.numel())))
+            elements = max(length, min(self.tile_elements, gradients.numel()))
+            self._scratch = torch.empty(elements, dtype=gradients.dtype, device="cpu")  # whatever the defaults are
         return gradients.owner.read(gradients.offset + offset, length, self._scratch)

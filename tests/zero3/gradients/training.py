@@ -263,6 +263,18 @@ def write_directly(run):
     master.grad.view(-1, 1)[7] = 3.0
 
 
+def other_defaults(run, *_):
+    """A user's own, while a step is made. DeepSpeed's swapping does without another dtype."""
+    torch.set_default_device("meta")
+    if not run.case.get("nvme"):
+        torch.set_default_dtype(torch.bfloat16)
+
+
+def usual_defaults(*_):
+    torch.set_default_device(None)
+    torch.set_default_dtype(torch.float32)
+
+
 def see_in_hook(run):
     def look_at(optimizer, *_):
         run.see("hook", *(each.grad.sum() for group in optimizer.param_groups for each in group["params"]))
@@ -354,6 +366,10 @@ CASES: dict[str, dict] = {
     "set, micro-steps": {"do": {"backward": [at(1, set_full), look], "step": [look]}, "micro_steps": 2},
     "read directly": {"do": {"backward": [at(1, read_directly)], "step": [at(2, read_directly)]}},
     "written directly": {"do": {"backward": [at(1, write_directly), look]}, "real": 1},
+    "other defaults": {
+        "do": {"backward": [other_defaults, look, at(3, write_directly)], "step": [look, usual_defaults]},
+        "real": 1,
+    },
     "hook": {"do": {"backward": [at(1, see_in_hook)]}, "real": "all"},
     "attached between backward and step": {"attach_at": ("backward", 2, 0), "do": {"step": [look]}},
     "attached after a step": {"attach_at": ("step", 2, 0), "used": odd_windows, "do": {"step": [look]}},
@@ -375,6 +391,7 @@ CASES: dict[str, dict] = {
     "nvme, groups": {"nvme": True, "groups": True},
     "nvme, one sub-group": {"nvme": True, "sub_group": 10**9},
     "nvme, frozen": {"nvme": True, "frozen": [1]},
+    "nvme, other defaults": {"nvme": True, "do": {"backward": [other_defaults], "step": [usual_defaults]}},
     "nvme, set": {
         "nvme": True,
         "do": {"backward": [at(1, set_full), at(2, set_local), at(3, update_vectorized), look]},

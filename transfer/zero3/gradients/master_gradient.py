@@ -92,7 +92,7 @@ class MasterGradient:
         if self._memory is not None:
             return self._memory.narrow(0, offset, length)
         self._settle()
-        made = torch.empty(length, dtype=self.dtype) if out is None else out.narrow(0, 0, length)
+        made = torch.empty(length, dtype=self.dtype, device="cpu") if out is None else out.narrow(0, 0, length)
         for piece, begin, end in self._runs(offset, offset + length):
             part = made.narrow(0, begin - offset, end - begin)
             if piece.own is not None:
@@ -199,7 +199,7 @@ class StepGradient:
 
     def read(self, offset: int, length: int, out: Tensor | None = None) -> Tensor:
         """As that of ``MasterGradient``, times the factors."""
-        buffer = torch.empty(length, dtype=self.dtype) if out is None else out.narrow(0, 0, length)
+        buffer = torch.empty(length, dtype=self.dtype, device="cpu") if out is None else out.narrow(0, 0, length)
         made = self._gradient.read(offset, length, buffer)
         if made.data_ptr() != buffer.data_ptr():
             buffer.copy_(made)

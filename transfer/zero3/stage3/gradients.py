@@ -108,7 +108,7 @@ class GradientState:
         """A flat buffer on the host as DeepSpeed would make it."""
         from deepspeed.accelerator import get_accelerator
 
-        made = torch.zeros(numel, dtype=dtype)
+        made = torch.zeros(numel, dtype=dtype, device="cpu")
         return get_accelerator().pin_memory(made) if self.pins else made
 
     def unpin(self, buffer: Tensor) -> None:

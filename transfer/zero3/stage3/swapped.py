@@ -54,14 +54,14 @@ class SwappedState:
     def stand_in(self, numel: int, gradient: Tensor) -> None:
         """Gives the master a size and a gradient, but no memory: what is left of it passes through elsewhere."""
         master = self.stage3.master(self.sub_group_id)
-        master.data = torch.zeros(1, dtype=master.dtype).expand(numel)
+        master.data = torch.zeros(1, dtype=master.dtype, device="cpu").expand(numel)
         master.grad = gradient
 
     def let_go(self) -> None:
         """Undoes ``stand_in``: as DeepSpeed leaves a master that it has swapped out."""
         master = self.stage3.master(self.sub_group_id)
         master.grad = None
-        master.data = torch.empty(0, dtype=master.dtype)
+        master.data = torch.empty(0, dtype=master.dtype, device="cpu")
 
     def show_gradient(self, gradient: Tensor) -> None:
         """Lets DeepSpeed read the gradient of the sub-group from a tensor, and from no file.

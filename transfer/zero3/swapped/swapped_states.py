@@ -79,7 +79,7 @@ class SwappedStates:
         paths = {each: SwappedState(stage3, each).files() for each in destinations}
         if not destinations or not all(paths.values()):
             return False
-        sample = torch.empty(1)
+        sample = torch.empty(1, dtype=torch.float32, device="cpu")
         if not all(self._transfer.is_host_to_device(each.narrow(0, 0, 1), sample) for each in destinations.values()):
             return False
         self._check_files()
