@@ -195,7 +195,7 @@ def refuse(monkeypatch, name, numbers, error=errno.EIO):
         with lock:
             number, count[0] = count[0], count[0] + 1
         if number in numbers and not over.is_set():
-            raise OSError(error, os.strerror(error))
+            raise OSError(error, os.strerror(error)) if isinstance(error, int) else error
         return original(*arguments)
 
     monkeypatch.setattr(os, name, fails)
@@ -227,6 +227,17 @@ def test_what_could_not_be_written_stays_until_it_is(training, monkeypatch, firs
     else:  # the step ended in its middle: what was updated is written, and no step follows
         with pytest.raises(TransferError, match="load a checkpoint"):
             training.step()
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("of a vendor"), KeyboardInterrupt()])
+def test_whatever_a_write_fails_with_its_tile_stays(training, monkeypatch, error):
+    over = refuse(monkeypatch, "pwritev", range(21, 10**6), error)
+    with pytest.raises(SwapError, match="optimizer state"):
+        training.step()
+    over.set()
+    training.steps = 1
+    training.step()
+    training.check()
 
 
 def test_what_could_not_be_written_is_not_written_over_a_checkpoint(training, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ...errors import SwapError
 from ...in_flight import InFlightCopy
 from ...interface import HostToDeviceTransfer
 from ...nvme.aligned_memory import ALIGNMENT_BYTES, aligned_empty, buffer_of, round_down, round_up, use_huge_pages
@@ -149,13 +151,17 @@ class Slot:
         """Blocks until it is neither read nor written.
 
         Raises:
-            SwapError: The first error of a request; all have ended.
+            SwapError: The first error of a request, or caused by it where it is another kind; all have ended.
         """
         errors = [each.exception() for each in self._requests]
         self._requests = []
         for error in errors:
-            if error is not None:
+            if isinstance(error, SwapError):
                 raise error
+            if error is not None:  # no memory, or Ctrl-C where no thread could be started
+                raise SwapError(
+                    errno.EIO, f"optimizer state, {self.tile}, cannot be read or written: {error!r}"
+                ) from error
 
     def free(self) -> None:
         """Blocks until no device reads it; then it has no tile."""
