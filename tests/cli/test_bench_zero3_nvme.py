@@ -30,7 +30,18 @@ def test_steps_with_state_in_files(tmp_path):
     given = [word for key, value in TINY.items() for word in (f"--{key.replace('_', '-')}", value)]
     done = run_python(
         *("-m", "transfer.cli", "bench", "zero3", "--accelerator", "simulated", "--threads", 1, *given, "--json"),
-        *("--ranks", 2, "--sub-groups", 2, "--nvme", tmp_path, "--nvme-pipeline", "--strategies", "pinned_staged", "nvme_swapped"),
+        *(
+            "--ranks",
+            2,
+            "--sub-groups",
+            2,
+            "--nvme",
+            tmp_path,
+            "--nvme-pipeline",
+            "--strategies",
+            "pinned_staged",
+            "nvme_swapped",
+        ),
         environment=ENVIRONMENT,
         timeout=200,
     )

@@ -71,12 +71,17 @@ def state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def swap_in(original: Callable[..., Any]) -> Callable[..., Any]:
-    """What DeepSpeed reads of files is whole, in its own step or for ``safe_get_*``; what it writes is read anew."""
+    """What DeepSpeed reads is whole, in its own step or for ``safe_get_*``; what it writes of files is read anew.
+
+    As ``state_dict``, and so are the gradients that are in memory.
+    """
 
     def patched(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         attachment = attachments.get(optimizer)
         if attachment is not None and not (attachment.plan is not None and attachment.plan.passes):
             attachment.states.let_go()
+            if attachment.gradients is not None:
+                attachment.gradients.show_all()
         return original(optimizer, *args, **kwargs)
 
     return patched

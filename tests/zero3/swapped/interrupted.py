@@ -160,13 +160,16 @@ def a_full_drive_in_the_middle():
 
 
 def nobody_reads_a_file_that_lacks_what_could_not_be_written():
-    """Where the next step is DeepSpeed's own, because of somebody's hook, it is written first, or there is no step."""
+    """It is written first, or there is no reading, also where the next step is DeepSpeed's own, for somebody's hook."""
     expected = alone(1, 2, 3, 4)
     run = start()
     iterate(run, 1, 2)
     with Refusing(lambda number: number == 7) as refusing:
         with pytest.raises(SwapError, match="optimizer state"):
             iterate(run, 3)
+        for read in (deepspeed.utils.safe_get_full_fp32_param, deepspeed.utils.safe_get_full_grad):
+            with pytest.raises(SwapError, match="optimizer state"):
+                read(run.parameters[0])
         run.zero.optimizer.register_step_pre_hook(lambda *_: None)
         with pytest.raises(SwapError, match="optimizer state"):
             run.engine.step()
@@ -262,6 +265,24 @@ def a_step_leaves_gradients_as_they_were_reduced():
     assert passed(run)
     assert all(map(torch.equal, gradients(run), reduced))
     run.engine.destroy()
+
+
+def a_master_that_is_set_keeps_its_gradient():
+    """Between backward and step, before the state is in files and after; DeepSpeed lets go of all in memory then."""
+    for steps in (0, 2):
+        found = []
+        for attached in (False, True):
+            run = start(attached=attached)
+            iterate(run, *range(steps))
+            batch = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(7)).bfloat16()
+            run.engine.backward(run.engine(batch, range(LAYERS)).float().pow(2).mean())
+            weight = run.parameters[0]
+            deepspeed.utils.safe_set_full_fp32_param(weight, torch.full(weight.ds_shape, 0.25))
+            reduced = deepspeed.utils.safe_get_full_grad(weight).clone()
+            run.engine.step()
+            found.append([[reduced], *state(run)])
+            run.engine.destroy()
+        assert same(*found), steps
 
 
 def gradients(run):
@@ -381,6 +402,7 @@ CASES = (
     ctrl_c_wherever_it_falls,
     a_checkpoint_is_carried_back_and_forth,
     a_step_leaves_gradients_as_they_were_reduced,
+    a_master_that_is_set_keeps_its_gradient,
     files_that_others_replace_are_opened_again,
     what_stays_in_memory_is_in_the_files_for_everybody_who_reads_them,
     what_stays_in_memory_and_cannot_be_written,

@@ -102,6 +102,11 @@ class HostGradients:
         if taken is not None:
             SwappedState(self._state.stage3, sub_group_id).show_gradient(LazyGradient(taken, 0, taken.numel))
 
+    def show_all(self) -> None:
+        """As ``show``, for each: setting a master drops its gradient, and DeepSpeed may read ahead. Idempotent."""
+        for sub_group_id in self._swapped:
+            self.show(sub_group_id)
+
     def of_step(self, sub_group_id: int) -> LazyGradient | None:
         """The gradient of a swapped sub-group for one step, which may scale it; None where DeepSpeed has it."""
         taken = self._swapped.get(sub_group_id)

@@ -12,8 +12,9 @@ UPDATE = "_optimizer_step"
 COPY_BACK = "_reassign_or_swap_out_partitioned_parameters"
 RELEASE = "_release_sub_group"
 POST_STEP = "_post_step"
-#: The others that are replaced: after a checkpoint was loaded, at the end, before one is saved, and of the engine when
-#: it is made.
+#: The others that are replaced: before state is read from files, after a checkpoint was loaded, at the end, before a
+#: checkpoint is saved, and of the engine when it is made.
+SWAP_IN = "_optimizer_states_and_gradient_swap_in"
 RESET = "reset_swap_buffers"
 DESTROY = "destroy"
 STATE_DICT = "state_dict"

@@ -146,9 +146,8 @@ class SwappedStates:
 
     def let_go(self) -> None:
         """Flushes, and holds nothing any more: somebody is about to read the files, and may write them."""
+        self.flush()
         if self._stream is not None:
-            if self._stream.is_dirty:
-                self.flush()
             self._stream.drop()
 
     def forget(self) -> bool:
