@@ -461,8 +461,8 @@ MUTANTS = [
     Mutant(
         "steps end before the files hold everything",
         "transfer/zero3/step.py",
-        "            attachment.states.settle()\n",
-        "",
+        "        attachment.states.settle()  # last",
+        "        # last",
         STREAM,
     ),
     Mutant(

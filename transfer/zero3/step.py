@@ -147,11 +147,13 @@ def release(original: Callable[..., Any]) -> Callable[..., Any]:
 def post_step(original: Callable[..., Any]) -> Callable[..., Any]:
     def patched(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         attachment = attachments.get(optimizer)
-        if attachment is not None:
-            attachment.finish()
-            attachment.states.settle()
-            summary.of(attachment).step(Stage3(optimizer))
-        return original(optimizer, *args, **kwargs)
+        if attachment is None:
+            return original(optimizer, *args, **kwargs)
+        attachment.finish()
+        summary.of(attachment).step(Stage3(optimizer))
+        result = original(optimizer, *args, **kwargs)
+        attachment.states.settle()  # last: what cannot be written must not keep DeepSpeed from ending its step
+        return result
 
     return patched
 

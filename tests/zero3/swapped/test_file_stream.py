@@ -106,6 +106,15 @@ def test_steps_pass(training):
         training.check()
 
 
+def test_a_transfer_that_was_closed_between_steps_locks_its_memory_again(training):
+    training.step()
+    locked = training.transfer.pinned_bytes
+    training.transfer.close()  # as another engine does that shares it
+    training.step()  # `fallback: false`: each copy is direct
+    training.check()
+    assert training.transfer.pinned_bytes == locked > 0
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 7 * TILE), min_size=1, max_size=4), st.integers(0, 2**16), st.integers(1, 3))
 def test_any_sizes_and_orders_of_copies(tmp_path_factory, sizes, seed, steps):

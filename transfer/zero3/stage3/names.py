@@ -18,8 +18,6 @@ SWAP_IN = "_optimizer_states_and_gradient_swap_in"
 RESET = "reset_swap_buffers"
 DESTROY = "destroy"
 STATE_DICT = "state_dict"
-#: And before DeepSpeed reads a sub-group's state from files.
-SWAP_IN = "_optimizer_states_and_gradient_swap_in"
 CONFIGURE = "_configure_zero_optimizer"
 #: Those that handle gradients: each reduction in backward, the last one where the caller does not manage accumulation,
 #: and the check for overflow.

@@ -98,6 +98,8 @@ class FileStream:
             self._memory = SlotMemory(self._transfer, [self._tile_elements] * SLOTS)
             self._slots = list(map(Slot, self._memory.parts()))
             self._free = list(self._slots)
+        elif self._memory is not None:
+            self._memory.prepare()
         self._coming.extend(tiles)
         self._advance()
 

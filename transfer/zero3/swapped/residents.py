@@ -101,6 +101,8 @@ class Residents:
             self.close()
             self._memory = SlotMemory(self._transfer, [tile.length for tile in chosen.values()])
             self._slots = dict(zip(chosen, map(ResidentSlot, self._memory.parts()), strict=True))
+        elif self._memory is not None:
+            self._memory.prepare()
         self._tiles = chosen
 
     def slot_of(self, tile: Tile) -> ResidentSlot | None:

@@ -91,7 +91,11 @@ class SlotMemory:
         self._states = [aligned_empty(sum(self._sizes)).zero_() for _ in range(_STATES)]
         for memory in self._states:
             use_huge_pages(memory)
-        transfer.prepare(self._states[0])
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Page-locks the masters; again before each step, as the transfer may have been closed meanwhile. Idempotent."""
+        self._transfer.prepare(self._states[0])
 
     def parts(self) -> Iterator[list[Tensor]]:
         """Yields three tensors for each slot, of bytes."""
