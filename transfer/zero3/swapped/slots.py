@@ -94,7 +94,7 @@ class SlotMemory:
         self.prepare()
 
     def prepare(self) -> None:
-        """Page-locks the masters; again before each step, as the transfer may have been closed meanwhile. Idempotent."""
+        """Page-locks the masters: before each step, as the transfer may have been closed meanwhile. Idempotent."""
         self._transfer.prepare(self._states[0])
 
     def parts(self) -> Iterator[list[Tensor]]:
