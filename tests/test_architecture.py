@@ -8,6 +8,7 @@ import pytest
 
 import accelerators
 import transfer
+from tests.running import run_program
 
 ROOT = Path(__file__).parents[1]
 MODULES = sorted(path for package in ("accelerators", "transfer") for path in (ROOT / package).rglob("*.py"))
@@ -125,11 +126,50 @@ def test_no_runtime_is_named_outside_accelerators(path):
 @pytest.mark.parametrize("package", [accelerators, transfer])
 def test_what_is_public_is_listed_and_documented(package):
     public = {name for name, value in vars(package).items() if not name.startswith("_") and not inspect.ismodule(value)}
-    public -= {"annotations"}
-    assert sorted(public) == sorted(package.__all__)
+    public -= {"annotations", "TYPE_CHECKING", "Any"}
+    listed = package.__all__ if package is accelerators else [*package.__all__, *imported_for_types(package)]
+    assert public <= set(listed)
     assert sorted(package.__all__) == package.__all__
-    for name in package.__all__:
+    assert set(package.__all__) <= set(dir(package))
+    for name in listed:
         assert inspect.getdoc(getattr(package, name)), f"{package.__name__}.{name} has no docstring"
+
+
+def imported_for_types(package):
+    """The names that a package imports for type checkers alone, with the modules that they are from."""
+    guarded = (node for node in ast.parse(inspect.getsource(package)).body if isinstance(node, ast.If))
+    for statement in (each for node in guarded for each in node.body if isinstance(each, ast.ImportFrom)):
+        for alias in statement.names:
+            assert alias.asname == alias.name, "type checkers take it for private otherwise"
+            yield alias.name
+
+
+def test_what_type_checkers_see_is_what_is_loaded():
+    assert sorted(imported_for_types(transfer)) == sorted(transfer._HOME_OF)
+    source = inspect.getsource(transfer)
+    for name, home in transfer._HOME_OF.items():
+        assert f"    from .{home} import {name} as {name}\n" in source
+
+
+def test_to_import_the_packages_and_the_command_loads_no_torch():
+    program = """
+        import sys
+
+        import accelerators, transfer, transfer.cli
+
+        heavy = {"torch", "deepspeed", "pydantic", "yaml", "rich", "argparse", "numpy"} & set(sys.modules)
+        assert not heavy, heavy
+        assert transfer.__doc__ and "build_transfer" in dir(transfer)
+        try:
+            transfer.no_such_name
+        except AttributeError as error:
+            assert str(error) == "module 'transfer' has no attribute 'no_such_name'"
+        assert "torch" not in sys.modules
+        assert transfer.nvme.SwappedTensor is transfer.SwappedTensor
+        assert transfer.zero3.attach
+        """
+    done = run_program(program, forked=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("module", ["accelerators.errors", "transfer.errors"])

@@ -9,6 +9,7 @@ from typing import Any
 
 from .config import TransferConfig
 from .errors import ConfigError, ConfigProblem
+from .schema.environment import environment_path
 from .schema.problems import Location, dotted, format_value, validated
 from .schema.yaml_file import read_yaml
 
@@ -16,8 +17,6 @@ logger = logging.getLogger("transfer")
 
 #: The key of a YAML file under which everything stands.
 ROOT = "transfer"
-#: Names the YAML file to use where no configuration is given as an argument.
-ENVIRONMENT_VARIABLE = "H2D_CONFIG"
 
 ConfigLike = TransferConfig | Mapping[str, Any] | str | os.PathLike[str]
 
@@ -52,11 +51,6 @@ def load_config(path: str | os.PathLike[str]) -> TransferConfig:
     if problems:
         raise ConfigError(problems)
     return _validate(section or {}, ROOT, file, {location[1:]: line for location, line in lines.items()})
-
-
-def environment_path() -> str:
-    """The file that ``$H2D_CONFIG`` names; empty where it is unset or blank."""
-    return os.environ.get(ENVIRONMENT_VARIABLE, "").strip()
 
 
 def resolve_config(config: ConfigLike | None, origin: str = "") -> TransferConfig:

@@ -14,37 +14,74 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..config_file import ENVIRONMENT_VARIABLE, environment_path, resolve_config
-from ..errors import ConfigError
+from ..schema.environment import ENVIRONMENT_VARIABLE, environment_path
+from .arguments import Parser
 
 #: Holds the ``sitecustomize`` that every process below runs when it begins.
 BOOTSTRAP = Path(__file__).absolute().with_name("bootstrap")
 
 DESCRIPTION = """\
-Becomes the program, with every ZeRO-3 engine attached as by `transfer.zero3.install()`: in its own process and in
-every Python process that it starts, such as the ranks of a launcher, workers of pytest or of a DataLoader.
+Becomes the program, with every ZeRO-3 engine attached as by
+`transfer.zero3.install()`, in its own process and in every Python process
+that it starts: ranks of a launcher, workers of pytest or of a DataLoader.
 
-  h2d run train.py --lr 1e-4                      a script, as for python
-  h2d run -m pytest -n 2                          a module, as for python -m
-  h2d run torchrun --nproc_per_node 2 train.py    a command: torchrun, deepspeed, accelerate launch, bash job.sh, ...
+  h2d run train.py --lr 1e-4                      a script
+  h2d run -m pytest -n 2                          a module
+  h2d run torchrun --nproc_per_node 2 train.py    a command: torchrun,
+                  deepspeed, accelerate launch, bash job.sh, ...
 
 A launcher may also come first:
 
   torchrun --nproc_per_node 2 -m transfer.cli run train.py
   deepspeed --module transfer.cli run train.py
 
-It works by a folder that comes first on PYTHONPATH. Python does not read PYTHONPATH if it is given -I or -E, and runs
-no `sitecustomize` if it is given -S: such processes are not reached. The environment variables are PYTHONPATH, H2D_RUN
-and H2D_CONFIG. A launcher that starts ranks on other hosts must pass them on; for DeepSpeed's, name H2D_RUN and
-H2D_CONFIG in `.deepspeed_env`. Rank 0 says what is served when an engine is attached, and at the end.
+Rank 0 says on the standard error what is served when an engine is attached,
+and at the end. The exit status is the program's.
+
+It works by a folder that comes first on PYTHONPATH. Processes that are given
+Python's options -I, -E or -S are not reached. A launcher that starts ranks on
+other hosts must pass PYTHONPATH, H2D_RUN and H2D_CONFIG on; for DeepSpeed's,
+name the last two in `.deepspeed_env`.
 """
 
 
 def main(arguments: Sequence[str]) -> int:
     """Replaces this process by the program; returns only where that cannot begin, or with ``--print-env``."""
-    parser = argparse.ArgumentParser(
-        prog="h2d run", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser()
+    launchers = [each for each in arguments[:1] if each.startswith("--local_rank=")]  # which is the script's
+    options = parser.parse_args(arguments[len(launchers) :])
+    if options.script is None and not options.print_env:
+        parser.error("the following arguments are required: script")
+    if os.pathsep in str(BOOTSTRAP):
+        parser.error(f"PYTHONPATH cannot name {BOOTSTRAP}, as it has a {os.pathsep!r}")
+    program, command = ("", []) if options.print_env else _command(parser, options)
+    if options.config or environment_path():
+        from ..config_file import resolve_config
+        from ..errors import ConfigError
+
+        try:
+            resolve_config(options.config)
+        except ConfigError as error:
+            print(f"h2d run: {error}", file=sys.stderr)
+            return 2
+    # A process stays the same when it is replaced by the program.
+    environment = _environment(options.config, "env" if options.print_env else f"{os.getpid()}-{os.urandom(4).hex()}")
+    if options.print_env:
+        for name, value in environment.items():
+            print(f"export {name}={shlex.quote(value)}")
+        return 0
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        os.execve(program, [*command, *launchers, *options.arguments], {**os.environ, **environment})  # noqa: S606
+    except OSError as error:
+        print(f"h2d run: {program} cannot be started: {error.strerror}", file=sys.stderr)
+    return 126  # as shells say
+
+
+def make_parser() -> Parser:
+    """The command's arguments."""
+    parser = Parser(prog="h2d run", description=DESCRIPTION)
     parser.add_argument("--config", metavar="FILE", help="YAML file; default: $H2D_CONFIG, or each DeepSpeed config")
     parser.add_argument(
         "--print-env",
@@ -54,31 +91,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT is a module, as for python -m")
     parser.add_argument("script", nargs="?", help="the script, module or command")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its own arguments")
-    launchers = [each for each in arguments[:1] if each.startswith("--local_rank=")]  # which is the script's
-    options = parser.parse_args(arguments[len(launchers) :])
-    if options.script is None and not options.print_env:
-        parser.error("the following arguments are required: script")
-    if os.pathsep in str(BOOTSTRAP):
-        parser.error(f"PYTHONPATH cannot name {BOOTSTRAP}, as it has a {os.pathsep!r}")
-    try:
-        resolve_config(options.config)
-    except ConfigError as error:
-        print(f"h2d run: {error}", file=sys.stderr)
-        return 2
-    # A process stays the same when it is replaced by the program.
-    environment = _environment(options.config, "env" if options.print_env else f"{os.getpid()}-{os.urandom(4).hex()}")
-    if options.print_env:
-        for name, value in environment.items():
-            print(f"export {name}={shlex.quote(value)}")
-        return 0
-    program, command = _command(parser, options)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    try:
-        os.execve(program, [*command, *launchers, *options.arguments], {**os.environ, **environment})  # noqa: S606
-    except OSError as error:
-        print(f"h2d run: {program} cannot be started: {error.strerror}", file=sys.stderr)
-    return 126  # as shells say
+    return parser
 
 
 def _environment(config: str | None, run: str) -> dict[str, str]:
@@ -96,7 +109,7 @@ def _environment(config: str | None, run: str) -> dict[str, str]:
     return variables
 
 
-def _command(parser: argparse.ArgumentParser, options: argparse.Namespace) -> tuple[str, list[str]]:
+def _command(parser: Parser, options: argparse.Namespace) -> tuple[str, list[str]]:
     """The file to execute, and the beginning of its arguments."""
     script: str = options.script
     if options.is_module:

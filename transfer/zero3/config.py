@@ -9,8 +9,9 @@ from typing import Any
 from accelerators.plugin_registry import nearest
 
 from ..config import TransferConfig
-from ..config_file import ENVIRONMENT_VARIABLE, ConfigLike, environment_path, resolve_config
+from ..config_file import ConfigLike, resolve_config
 from ..errors import ConfigError, ConfigProblem
+from ..schema.environment import ENVIRONMENT_VARIABLE, environment_path
 from ..schema.problems import format_value
 from .stage3 import deepspeed_config, zero_config
 

@@ -6,15 +6,30 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..arguments import Parser, did_you_mean
 from ..measuring.options import add_common_options, choices, tell
 from ..measuring.quantities import count, dtype_name
 from ..measuring.ranks import launch
 
 SCHEMA_VERSION = 2
 
+_DESCRIPTION = """\
+Copies fp32 master partitions from the host to the device in every way that
+runs here, in turn, beside what others do and what the link allows. Compares
+every bit. `h2d bench zero3` measures whole steps of ZeRO-3 instead; see
+`h2d bench zero3 --help`.
+"""
+
 _EPILOG = """\
-`h2d bench zero3` measures whole optimizer steps of ZeRO-3; `h2d bench zero3 --help` lists its options.
-Exit status: 0; 1 where a variant left wrong bits or the work failed; 2 where the arguments are wrong.
+examples:
+  h2d bench                            three sizes, in about a minute
+  h2d bench --elements 2^26 --ranks 2  one size, on two devices at once
+  h2d bench --nvme /local_nvme         from files too
+  h2d bench --accelerator simulated    no device: it tests bits, not speed
+  h2d bench --plot rates.png           rate against size
+
+Exit status: 0; 1 if a variant left wrong bits or the work failed; 2 if an
+argument is wrong; 130 after Ctrl-C.
 """
 
 
@@ -24,9 +39,10 @@ def main(arguments: Sequence[str]) -> int:
         from ..bench_zero3.command import main as zero3_main
 
         return zero3_main(arguments[1:])
-    parser = _parser()
+    parser = make_parser()
     if arguments and not arguments[0].startswith("-"):
-        parser.error(f"unknown form {arguments[0]!r}; there is `h2d bench` and `h2d bench zero3`")
+        hint = did_you_mean(arguments[0], ["zero3"])
+        parser.error(f"unknown form {arguments[0]!r}{hint or '; there is `h2d bench` and `h2d bench zero3`'}")
     options = parser.parse_args(arguments)
     options.strategies, options.file_strategies = _sources(parser, options)
     from .plot import plot, why_no_plot
@@ -54,7 +70,7 @@ def main(arguments: Sequence[str]) -> int:
     return 0 if right and read else 1
 
 
-def _sources(parser: argparse.ArgumentParser, options: argparse.Namespace) -> tuple[list[str], list[str]]:
+def _sources(parser: Parser, options: argparse.Namespace) -> tuple[list[str], list[str]]:
     """The strategies that copy from memory, and those that copy from files."""
     from ...registry import get_strategy
     from .variants import NVME_SWAPPED, NVME_VARIANTS
@@ -69,16 +85,15 @@ def _sources(parser: argparse.ArgumentParser, options: argparse.Namespace) -> tu
     return in_memory, list(dict.fromkeys([*in_files, *(NVME_VARIANTS if NVME_SWAPPED in in_files else ())]))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def make_parser() -> Parser:
+    """The command's arguments."""
+    made = Parser(
         prog="h2d bench",
-        description="Copies fp32 master partitions from the host to the device in every way that runs here, in turn; "
-        "with --nvme also from files.",
+        description=_DESCRIPTION,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_common_options(parser, strategies=True)
-    add = parser.add_argument
+    add_common_options(made, strategies=True)
+    add = made.add_argument
     sizes = "elements of the partition, such as 1000000, 1e6 or 2^28; several (default: 2^20 2^24 2^28)"
     add("--elements", type=count, nargs="+", default=[2**20, 2**24, 2**28], metavar="N", help=sizes)
     dtypes = "of the destination: bfloat16 (default), float16, float32; several"
@@ -91,4 +106,4 @@ def _parser() -> argparse.ArgumentParser:
         "what DeepSpeed does, and the bare reads; each rank has a file of its own, deleted in the end",
     )
     add("--plot", metavar="FILE", help="draw rate against size into a .png, .svg or .pdf")
-    return parser
+    return made

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...stats import format_bytes
-from ..measuring.baselines import DEEPSPEED, LINK
+from ..measuring.names import DEEPSPEED, LINK
 from ..measuring.quantities import format_count
 from ..measuring.report import (
     Column,

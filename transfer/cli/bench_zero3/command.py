@@ -7,12 +7,13 @@ import contextlib
 import os
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...errors import StrategyUnavailableError
-from ..measuring.baselines import DEEPSPEED
+from ..arguments import Parser
+from ..measuring.names import DEEPSPEED
 from ..measuring.options import add_common_options, choices, tell
 from ..measuring.quantities import count
 from ..measuring.ranks import launch, usable_cores
@@ -22,12 +23,41 @@ SCHEMA_VERSION = 3
 
 #: Options that the report repeats.
 _REPORTED = ("ranks", "layers", "hidden", "limit_seconds", "sub_groups", "batch", "sequence", "steps", "optimizer")
+_DESCRIPTION = """\
+Trains a transformer on random tokens under ZeRO-3 with its optimizer on the
+host. Measures optimizer steps and whole iterations with every copy-back, step
+by step in turn, on one engine, and compares every bit.
+
+With --peers, others train the same model too, in processes of their own. All
+are alive at once and take turns, one iteration each. Model, batch, sequence,
+threads, learning rate and gradient clipping are equal:
+
+{peers}
+
+With --nvme, optimizer state is in files, and whole engines are compared so:
+
+{nvme_peers}
+"""
+
+_EPILOG = """\
+examples:
+  h2d bench zero3                          1e9 parameters on one device
+  h2d bench zero3 --ranks 2 --parameters 7e9
+  h2d bench zero3 --peers                  beside what you may pick instead
+  h2d bench zero3 --nvme /local_nvme       with optimizer state in files
+  h2d bench zero3 --json > steps.json      with every raw measurement
+
+With DeepSpeed's CPU Adam, the first run compiles it, in one to three minutes.
+Exit status: 0; 1 if a variant left wrong bits or the work failed; 2 if an
+argument is wrong; 130 after Ctrl-C.
+"""
+
 _MOST_THREADS = 12  # more do not make DeepSpeed's CPU Adam faster
 
 
 def main(arguments: Sequence[str]) -> int:
     """Measures steps; returns the exit status."""
-    parser = _parser()
+    parser = make_parser()
     options = parser.parse_args(arguments)
     # With state in files, whole engines differ: variants of the copy-back alone take turns on one where that is asked.
     own_too = options.nvme is None or options.strategies is not None
@@ -90,7 +120,7 @@ def _peers(options: Mapping[str, Any]) -> dict[str, Any]:
     return {"measurements": list(with_figures(ran)), "not_run": [*failed, *unable]}
 
 
-def _peers_asked(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[str]:
+def _peers_asked(parser: Parser, options: argparse.Namespace) -> list[str]:
     """What of the choices is compared in processes of its own. Ends the program with status 2 where one is none."""
     choices_here = CHOICES if options.nvme is None else tuple(NVME_CHOICES)
     if options.peers is None:
@@ -106,12 +136,14 @@ def _described(peers: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         StrategyUnavailableError: None ran.
     """
+    from ...errors import StrategyUnavailableError
+
     for one in peers["measurements"]:
         return {"hardware": one["hardware"], "engine": one["engine"]}
     raise StrategyUnavailableError("; ".join(f"{one['variant']}: {one['reason']}" for one in peers["not_run"]))
 
 
-def _strategies(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[str]:
+def _strategies(parser: Parser, options: argparse.Namespace) -> list[str]:
     """The strategies to measure. Those that read files are among them if asked for: the worker says why not."""
     from ...registry import get_strategy
 
@@ -130,6 +162,7 @@ def _swap_files(options: argparse.Namespace, cleaning: contextlib.ExitStack) -> 
     """
     from accelerators.deepspeed_aio import unavailable_reason
 
+    from ...errors import StrategyUnavailableError
     from ...nvme.mounts import file_system
     from ...nvme.swap_directory import swap_directory
     from .nvme_peers import fastest_aio
@@ -152,6 +185,7 @@ def _compile_cpu_adam() -> None:
     Raises:
         StrategyUnavailableError: It cannot be compiled, or a lock of another process stays.
     """
+    from ...errors import StrategyUnavailableError
     from ..measuring import cpu_adam
 
     os.environ.update(cpu_adam.path_of_ninja())
@@ -162,7 +196,7 @@ def _compile_cpu_adam() -> None:
         raise StrategyUnavailableError(f"{obstacle} `--optimizer adamw` needs no compiler.")
 
 
-def _shape(parser: argparse.ArgumentParser, options: argparse.Namespace) -> tuple[int, int]:
+def _shape(parser: Parser, options: argparse.Namespace) -> tuple[int, int]:
     """Layers and width of the model. Ends the program with status 2 where they are not well given."""
     from .on_nvme import WIDTH_MULTIPLE
     from .transformer import HEAD_WIDTH, shape_of
@@ -180,21 +214,21 @@ def _shape(parser: argparse.ArgumentParser, options: argparse.Namespace) -> tupl
     return options.layers, options.hidden
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _listed(rows: Mapping[str, str]) -> str:
+    """Names and what they stand for, in lines of 80 columns."""
+    lines = (textwrap.wrap(what, 78 - 25) for what in rows.values())
+    return "\n".join(f"  {name:<25}" + f"\n{' ' * 27}".join(each) for name, each in zip(rows, lines, strict=True))
+
+
+def make_parser() -> Parser:
+    """The command's arguments."""
+    made = Parser(
         prog="h2d bench zero3",
-        description="Trains a transformer on random tokens under ZeRO-3 with its optimizer on the host, and measures "
-        "optimizer steps and whole iterations with every copy-back, step by step in turn. With --peers others train "
-        "the same model in processes of their own, which are alive at once and take turns, one iteration each: "
-        + "; ".join(f"{name}: {what}" for name, what in PEERS.items())
-        + ". With --nvme, optimizer state is in files, and these are compared, in the same way: "
-        + "; ".join(f"{name}: {what}" for name, what in NVME_PEERS.items())
-        + ". Model, batch, sequence, threads, learning rate and the norm that gradients are clipped to are "
-        "equal.",
-        epilog="Exit status: 0; 1 where a variant left wrong bits or the work failed; 2 where the arguments are wrong.",
+        description=_DESCRIPTION.format(peers=_listed(PEERS), nvme_peers=_listed(NVME_PEERS)),
+        epilog=_EPILOG,
     )
-    add_common_options(parser, strategies=True)
-    add = parser.add_argument
+    add_common_options(made, strategies=True)
+    add = made.add_argument
     add("--parameters", type=count, metavar="N", help="of the model, about (default 1e9)")
     add("--layers", type=count, metavar="N", help="instead of --parameters, with --hidden")
     add("--hidden", type=count, metavar="N", help="width of each layer, a multiple of 64; with --nvme, of 128")
@@ -221,4 +255,4 @@ def _parser() -> argparse.ArgumentParser:
     add("--nvme-pipeline", action="store_true", help=pipeline)
     verify = "also the default with this `verify`, so that the two can be compared"
     add("--verify", choices=("sample", "full"), nargs="+", default=[], help=verify)
-    return parser
+    return made

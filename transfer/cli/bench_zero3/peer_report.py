@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from ..measuring.baselines import DEEPSPEED
+from ..measuring.names import DEEPSPEED
 from ..measuring.report import Column, make_table, median_ratio, number, plural, say, slowest, times, verdict
 from .phases import Phases
 from .rows import NVME_PEERS

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..measuring.baselines import DEEPSPEED, NO_COPY_BACK
+from ..measuring.names import DEEPSPEED, NO_COPY_BACK
 from ..measuring.report import (
     Column,
     console,

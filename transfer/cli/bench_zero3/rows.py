@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..measuring.baselines import DEEPSPEED
+from ..measuring.names import DEEPSPEED
 
 OURS = "default"
 #: Each row of the peers, in processes of their own.

@@ -15,7 +15,8 @@ from ...registry import get_strategy
 from ...routing import build_transfer
 from ...zero3.attachment import Attachment
 from ...zero3.stage3 import COPY_BACK, Stage3
-from ..measuring.baselines import DEEPSPEED, NO_COPY_BACK, RING, RING_CONFIG
+from ..measuring.baselines import RING_CONFIG
+from ..measuring.names import DEEPSPEED, NO_COPY_BACK, RING
 from .on_nvme import masters
 from .phases import Phases
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..arguments import Parser
 from ..measuring.options import add_common_options, check_accelerator, tell
 from ..measuring.quantities import count
 from ..measuring.ranks import launch
@@ -44,7 +45,7 @@ this package, or if a rank failed; 2 if an argument is wrong; 130 after Ctrl-C.
 
 def main(arguments: Sequence[str]) -> int:
     """Trains twice, prints the comparison and returns the exit status."""
-    parser = _parser()
+    parser = make_parser()
     options = parser.parse_args(arguments)
     options.accelerator = _accelerator(parser, options)
     ranks = options.ranks or (2 if options.accelerator == _SIMULATED else min(2, _devices()))
@@ -80,7 +81,7 @@ def agrees(report: Mapping[str, Any]) -> bool:
     return bool(ours["copies"] > 0 and report["elements_that_differ"] == 0)
 
 
-def _accelerator(parser: argparse.ArgumentParser, options: argparse.Namespace) -> str:
+def _accelerator(parser: Parser, options: argparse.Namespace) -> str:
     """The accelerator's name. Ends the program with status 2 where the name or the configuration is wrong."""
     with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed's warning that there is no GPU: said below
         from accelerators import get_accelerator
@@ -117,15 +118,15 @@ def _say(sentence: str) -> None:
     print(sentence, file=sys.stderr, flush=True)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def make_parser() -> Parser:
+    """The command's arguments."""
+    made = Parser(
         prog="h2d demo",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_common_options(parser, ranks=None)
-    add = parser.add_argument
+    add_common_options(made, ranks=None)
+    add = made.add_argument
     add("--steps", type=count, default=20, metavar="N", help="of each run (default 20)")
     add(
         "--optimizer",
@@ -133,4 +134,4 @@ def _parser() -> argparse.ArgumentParser:
         default="auto",
         help="cpu_adam: DeepSpeed's, which is compiled once; adamw: torch's own; auto (default): cpu_adam if it can be",
     )
-    return parser
+    return made

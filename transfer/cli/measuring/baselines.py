@@ -19,12 +19,7 @@ from ...errors import StrategyUnavailableError
 from ...in_flight import FINISHED, InFlightCopy
 from ...interface import HostToDeviceTransfer
 from ...strategies import PinnedStagedTransfer
-
-#: Names that other figures refer to. The last one is of `h2d bench zero3`: a lower bound of its steps.
-DEEPSPEED = "deepspeed"
-LINK = "link"
-RING = "ring 2 x 2^26"
-NO_COPY_BACK = "no copy-back"
+from .names import DEEPSPEED, LINK, RING
 
 RING_CONFIG = {"chunk_elements": 2**26, "buffers": 2}
 
