@@ -165,6 +165,7 @@ def test_to_import_the_packages_and_the_command_loads_no_torch():
         except AttributeError as error:
             assert str(error) == "module 'transfer' has no attribute 'no_such_name'"
         assert "torch" not in sys.modules
+        assert "pageable" in transfer.strategy_names(), "whichever name is asked for first"
         assert transfer.nvme.SwappedTensor is transfer.SwappedTensor
         assert transfer.zero3.attach
         """

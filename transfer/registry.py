@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,15 @@ MEASURED = "measured"
 RESERVED = frozenset({"accelerator", "strategy", "completion", "fallback", "rules", MEASURED})
 
 _registry: Registry[Any] = Registry("strategy", "transfer.strategies", StrategyRegistrationError, UnknownStrategyError)
+
+
+def _strategies() -> Registry[Any]:
+    """The registry with this package's own strategies in it, whichever module of the package was imported first.
+
+    By name, as plug-ins are loaded: strategies know the registry, and it knows none of them.
+    """
+    importlib.import_module(".strategies", __package__)  # which registers them
+    return _registry
 
 
 def register_strategy(name: str, strategy: type[HostToDeviceTransfer]) -> None:
@@ -39,17 +49,17 @@ def register_strategy(name: str, strategy: type[HostToDeviceTransfer]) -> None:
             f"strategy name {name!r} cannot be registered: it has a meaning of its own in the configuration"
         )
     _check(name, strategy)
-    _registry.add(name, strategy)
+    _strategies().add(name, strategy)
 
 
 def unregister_strategy(name: str) -> None:
     """Undoes ``register_strategy``; does nothing for an unknown name."""
-    _registry.remove(name)
+    _strategies().remove(name)
 
 
 def strategy_names() -> tuple[str, ...]:
     """Every registered name, sorted; loads no plug-in."""
-    return _registry.names()
+    return _strategies().names()
 
 
 def get_strategy(name: str) -> type[HostToDeviceTransfer]:
@@ -59,7 +69,7 @@ def get_strategy(name: str) -> type[HostToDeviceTransfer]:
         UnknownStrategyError: No strategy has this name; the message gives the nearest one.
         StrategyRegistrationError: Two plug-ins claim it, one failed to load, or it is no strategy.
     """
-    strategy: type[HostToDeviceTransfer] = _registry.get(name)
+    strategy: type[HostToDeviceTransfer] = _strategies().get(name)
     _check(name, strategy)
     return strategy
 
@@ -71,7 +81,7 @@ def explain_unknown_strategy(name: object, *also: str) -> str:
         name: What was given.
         *also: Names that are allowed in that place beside those of strategies.
     """
-    return _registry.explain_unknown(name, *also)
+    return _strategies().explain_unknown(name, *also)
 
 
 def _check(name: str, strategy: Any) -> None:
