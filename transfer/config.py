@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 import torch
 from pydantic import (
-    BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
@@ -24,7 +23,7 @@ from accelerators.registry import available_accelerators, explain_unknown
 from .errors import StrategyRegistrationError
 from .nvme import SwappedTensor
 from .registry import MEASURED, explain_unknown_strategy, get_strategy, strategy_names
-from .schema.fields import DtypeName, Flag, SizeBytes, SomeDirectory, Truth, left_out, one_of, refuse
+from .schema.fields import Checked, DtypeName, Flag, SizeBytes, SomeDirectory, Truth, left_out, one_of, refuse
 from .schema.model import ConfigModel, StrategyConfig
 from .schema.problems import UNDERSTOOD
 
@@ -51,10 +50,10 @@ def _strategy_or_measured(value: Any) -> str:
     return value
 
 
-AcceleratorName = Annotated[str, BeforeValidator(_accelerator)]
-StrategyName = Annotated[str, BeforeValidator(_strategy)]
+AcceleratorName = Annotated[str, Checked(_accelerator, lambda: {"enum": list(available_accelerators())})]
+StrategyName = Annotated[str, Checked(_strategy, lambda: {"enum": list(strategy_names())})]
 #: A strategy, or ``measured``: each copy takes the one that a profile of the machine says is fastest.
-StrategyOrMeasured = Annotated[str, BeforeValidator(_strategy_or_measured)]
+StrategyOrMeasured = Annotated[str, Checked(_strategy_or_measured, lambda: {"enum": [*strategy_names(), MEASURED]})]
 #: When ZeRO-3 waits for a copy-back. None only as a default.
 Completion = Annotated[str, one_of("deferred", "immediate")]
 #: How much of each copy is compared with the host's own cast.

@@ -286,8 +286,15 @@ def test_an_accelerator_that_is_not_here_is_one_sentence(capsys, monkeypatch):
 
 
 def test_numbers_as_people_write_them():
-    assert [count(text) for text in ("7", "2^28", "2**10", "1e9", "1_000")] == [7, 268435456, 1024, 10**9, 1000]
-    for text in ("0", "-1", "1.5", "2^-1", "2^2^2", "many", "", "nan", "inf", "10^99", "2^63"):
+    assert [count(text) for text in ("7", "2^28", "2**10", "1e9", "1_000", "16Mi")] == [
+        7,
+        2**28,
+        1024,
+        10**9,
+        1000,
+        2**24,
+    ]
+    for text in ("0", "-1", "1.5", "2^-1", "2^2^2", "many", "", "nan", "inf", "10^99", "2^63", "010", "1:30", "16M"):
         with pytest.raises(argparse.ArgumentTypeError):
             count(text)
     assert [format_count(number) for number in (1000, 2**9, 2**28, 2**28 + 1)] == [

@@ -3,24 +3,42 @@
 from __future__ import annotations
 
 import os
-import re
-from decimal import Decimal
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 import torch
-from pydantic import BeforeValidator, PlainSerializer
-from pydantic_core import PydanticCustomError
+from pydantic import PlainSerializer
+from pydantic_core import PydanticCustomError, core_schema
 
-_UNITS = {
-    "B": 1,
-    "KiB": 2**10,
-    "MiB": 2**20,
-    "GiB": 2**30,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)")
+from .quantities import UNITS, leading_zero, size_bytes, whole_number
+
+#: The words that YAML 1.1 takes for true and false; text in YAML 1.2, and here.
+_WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+#: For editors; what is read is `whole_number`'s and `size_bytes`'s.
+_TEXT_COUNT = r"^([1-9][0-9_]*|0x[0-9a-fA-F]+|[0-9.]+[eE][0-9]+|[0-9]+ ?(\^|\*\*) ?[0-9]+|[0-9.]+ ?[KMG]i)$"
+_TEXT_SIZE = rf"{_TEXT_COUNT}|^[0-9.]+ ?({'|'.join(UNITS)})$"
+_LARGEST_BYTES = 2**62
+
+
+class Checked:
+    """What stands in an ``Annotated``: a check of what was written, and what an editor is told of it.
+
+    Args:
+        check: Makes the value of what was written; raises ``refuse(...)``.
+        schema: The JSON schema of what may be written; a function where it depends on what is registered.
+    """
+
+    def __init__(
+        self, check: Callable[[Any], Any], schema: Mapping[str, Any] | Callable[[], Mapping[str, Any]]
+    ) -> None:
+        self._check = check
+        self._schema = schema
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], Any]) -> Any:
+        return core_schema.no_info_before_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(self, _core: Any, _handler: Any) -> dict[str, Any]:
+        return dict(self._schema() if callable(self._schema) else self._schema)
 
 
 def refuse(reason: str) -> PydanticCustomError:
@@ -28,52 +46,43 @@ def refuse(reason: str) -> PydanticCustomError:
     return PydanticCustomError("h2d", "{reason}", {"reason": reason})
 
 
-def _count_of(what: str, example: int, largest: int) -> BeforeValidator:
+def _count_of(what: str, example: int, largest: int) -> Checked:
     """Allows whole numbers from 1 to ``largest``."""
 
     def check(value: Any) -> int:
-        if type(value) is not int:
-            number = _as_number(value)
-            hint = f"write it out: {number}" if number is not None else f"such as {example}"
-            if isinstance(value, str) and _SIZE.fullmatch(value):
+        number = whole_number(value)
+        if number is None:
+            hint = leading_zero(value) or f"such as {example}"
+            if _has_unit(value):
                 hint = f"this counts {what}, not bytes, and takes no unit: {hint}"
             raise refuse(f"expected a whole number of {what}; {hint}")
-        if not 1 <= value <= largest:
+        if not 1 <= number <= largest:
             raise refuse(f"expected from 1 to {largest} {what}")
-        return value
+        return number
 
-    return BeforeValidator(check)
+    allowed = [{"type": "integer", "minimum": 1, "maximum": largest}, {"type": "string", "pattern": _TEXT_COUNT}]
+    return Checked(check, {"anyOf": allowed})
 
 
-def _as_number(value: Any) -> int | None:
-    """The whole number that ``1e8`` or ``1.0e8`` (which YAML reads as text) or 1.0e+8 stands for."""
-    if isinstance(value, bool) or not isinstance(value, str | float):
-        return None
+def _has_unit(value: Any) -> bool:
     try:
-        number = float(value)
+        return isinstance(value, str) and size_bytes(value) is not None
     except ValueError:
-        return None
-    return int(number) if number.is_integer() else None
+        return True
 
 
 def parse_size(value: Any) -> int:
     """Bytes, from a whole number or text such as ``1MiB``; raises ``PydanticCustomError``."""
-    if type(value) is int and value >= 0:
-        return value
-    match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
-    if match is None:
-        number = _as_number(value)
-        hint = f"write {number}" if number is not None else "such as 1048576 or 1MiB"
-        raise refuse(f"expected a size in bytes, with or without a unit ({', '.join(_UNITS)}); {hint}")
-    number_text, unit = match.groups()
-    if unit not in _UNITS:
-        letter = unit[0].upper()
-        meant = f"write {number_text}{letter}iB or {number_text}{letter}B" if letter in "KMG" else ", ".join(_UNITS)
-        raise refuse(f"unknown unit {unit!r}; {meant}")
-    size = Decimal(number_text) * _UNITS[unit]
-    if size != int(size):
-        raise refuse("this is not a whole number of bytes")
-    return int(size)
+    try:
+        size = size_bytes(value)
+    except ValueError as error:
+        raise refuse(str(error)) from None
+    if size is None or size < 0:
+        hint = leading_zero(value) or "such as 1048576, 2^20 or 1MiB"
+        raise refuse(f"expected a size in bytes, with or without a unit ({', '.join(UNITS)}); {hint}")
+    if size > _LARGEST_BYTES:
+        raise refuse("no machine has so many bytes")
+    return size
 
 
 def _dtype(value: Any) -> torch.dtype:
@@ -93,7 +102,7 @@ def _directory(value: Any) -> str:
     return os.path.expanduser(value)  # noqa: PTH111 - stays text, as in the file
 
 
-def one_of(*choices: str) -> BeforeValidator:
+def one_of(*choices: str) -> Checked:
     """Allows these texts alone."""
 
     def check(value: Any) -> str:
@@ -102,7 +111,7 @@ def one_of(*choices: str) -> BeforeValidator:
             raise refuse(f"expected {', '.join(others)} or {last}.{left_out(value)}")
         return str(value)
 
-    return BeforeValidator(check)
+    return Checked(check, {"enum": list(choices)})
 
 
 def left_out(value: Any) -> str:
@@ -111,11 +120,15 @@ def left_out(value: Any) -> str:
 
 
 def _flag(value: Any) -> bool:
-    value = getattr(value, "means", value)  # as YAML 1.1 has it: yes, no, on, off
-    if not isinstance(value, bool):
+    meant = _WORDS.get(value.lower()) if isinstance(value, str) else value
+    if not isinstance(meant, bool):
         raise refuse("expected true or false")
-    return value
+    return meant
 
+
+_SIZE = Checked(parse_size, {"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string", "pattern": _TEXT_SIZE}]})
+_BOOLEAN = Checked(_flag, {"type": "boolean"})
+_DTYPE = Checked(_dtype, {"type": "string", "examples": ["float32", "bfloat16", "float16"]})
 
 # The largest counts are larger than any use, and small enough to catch a slip.
 #: A whole number of elements, from 1 to 2^30.
@@ -123,16 +136,17 @@ Elements = Annotated[int, _count_of("elements", example=2**24, largest=2**30)]
 #: A whole number of buffers, from 1 to 64.
 BufferCount = Annotated[int, _count_of("buffers", example=2, largest=64)]
 #: A size in bytes, as a number or with a unit. None only as a default: a user must write a value.
-SizeBytes = Annotated[int | None, BeforeValidator(parse_size)]
+SizeBytes = Annotated[int | None, _SIZE]
 #: A torch dtype, by name. None only as a default.
-DtypeName = Annotated[Any, BeforeValidator(_dtype), PlainSerializer(lambda dtype: str(dtype).removeprefix("torch."))]
-#: True or false, and nothing that merely looks like it.
-Truth = Annotated[bool, BeforeValidator(_flag)]
+DtypeName = Annotated[Any, _DTYPE, PlainSerializer(lambda dtype: str(dtype).removeprefix("torch."))]
+#: True or false; also the words yes, no, on and off.
+Truth = Annotated[bool, _BOOLEAN]
 #: The same. None only as a default.
-Flag = Annotated[bool | None, BeforeValidator(_flag)]
+Flag = Annotated[bool | None, _BOOLEAN]
 #: A whole number of threads, from 1 to 256.
 ThreadCount = Annotated[int, _count_of("threads", example=8, largest=256)]
+_DIRECTORY = Checked(_directory, {"type": "string", "minLength": 1})
 #: A directory; ``~`` stands for the home directory.
-SomeDirectory = Annotated[str, BeforeValidator(_directory)]
+SomeDirectory = Annotated[str, _DIRECTORY]
 #: The same. None only as a default.
-Directory = Annotated[str | None, BeforeValidator(_directory)]
+Directory = Annotated[str | None, _DIRECTORY]

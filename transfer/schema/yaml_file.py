@@ -19,50 +19,22 @@ _TEXT_KEYS = ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge")
 _UNREADABLE = (ValueError, KeyError, AttributeError, TypeError, OverflowError)
 
 
-#: Numbers that YAML 1.1, which PyYAML reads, and YAML 1.2 or a person understand differently: 010 is 8, 1:30 is 90.
-_AMBIGUOUS = re.compile(r"[-+]?0[0-9_]+(?!.*[.eE])|.*:")
 #: The most that is read of a file: no configuration is as long, and a device or a wrong file may have no end.
 _MOST_BYTES = 2**20
 
 
-class Word(str):
-    """One of ``yes no on off`` and their spellings: text, which a field that is true or false takes as that.
+class _Loader(yaml.SafeLoader):
+    """Takes scalars for what YAML 1.2's core schema does, and gives errors of single values the place of the value.
 
-    Attributes:
-        means: What YAML 1.1 takes it for.
+    PyYAML is of YAML 1.1, which takes ``off`` for false, ``010`` for 8, ``1:30`` for 90 and ``1e5`` for text. Here
+    the first three are text, which is refused where a number is expected, and the last one is a number.
     """
 
-    means: bool
-
-    def __new__(cls, text: str, means: bool) -> Word:
-        word = super().__new__(cls, text)
-        word.means = means
-        return word
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return str, (str(self),)
-
-
-class _Loader(yaml.SafeLoader):
-    """Gives errors of single values the place where the value stands; guesses at no value."""
-
-    def construct_yaml_bool(self, node: yaml.ScalarNode) -> Any:
-        text = str(self.construct_scalar(node))
-        means: bool = super().construct_yaml_bool(node)
-        return means if text.lower() in ("true", "false") else Word(text, means)
-
     def construct_yaml_int(self, node: yaml.ScalarNode) -> Any:
-        self._refuse_ambiguous(node)
-        return super().construct_yaml_int(node)
+        return int(str(self.construct_scalar(node)), 0)  # with 0o and 0x
 
     def construct_yaml_float(self, node: yaml.ScalarNode) -> Any:
-        self._refuse_ambiguous(node)
-        return super().construct_yaml_float(node)
-
-    def _refuse_ambiguous(self, node: yaml.ScalarNode) -> None:
-        text = str(self.construct_scalar(node))
-        if _AMBIGUOUS.match(text):
-            raise ValueError("numbers have neither leading zeros nor colons here; put text in quotes")
+        return float(str(self.construct_scalar(node)).lower().replace(".inf", "inf").replace(".nan", "nan"))
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
@@ -72,7 +44,22 @@ class _Loader(yaml.SafeLoader):
             raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from error
 
 
-_Loader.add_constructor("tag:yaml.org,2002:bool", _Loader.construct_yaml_bool)
+#: The scalars of YAML 1.2's core schema: tag, form, first characters. A number with a leading zero is left out, as it
+#: means 8 times as much to some. And ``<<``, which YAML 1.2 has dropped and files use.
+_SCALARS: tuple[tuple[str, str, list[str]], ...] = (
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", r"[-+]?(0|[1-9][0-9]*)|0o[0-7]+|0x[0-9a-fA-F]+", list("-+0123456789")),
+    (
+        "float",
+        r"[-+]?(\.[0-9]+|(0|[1-9][0-9]*)(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        list("-+.0123456789"),
+    ),
+    ("merge", r"<<", ["<"]),
+)
+_Loader.yaml_implicit_resolvers = {}  # none of PyYAML's
+for _tag, _form, _first in _SCALARS:
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"(?:{_form})\Z"), _first)
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 _Loader.add_constructor("tag:yaml.org,2002:float", _Loader.construct_yaml_float)
 

@@ -23,6 +23,7 @@ from transfer import (
     register_strategy,
     unregister_strategy,
 )
+from transfer.schema.yaml_file import read_yaml
 from transfer.strategies import PageableTransfer
 
 
@@ -145,6 +146,15 @@ def test_nothing_means_the_defaults_and_an_empty_file_is_told_of(yaml_file, capl
         ("1", 1),
         ("+10", 10),
         ("1073741824", 1_073_741_824),
+        ("0o17", 15),
+        ("1e8", 100_000_000),
+        ("1.0e8", 100_000_000),
+        ("1.0e+8", 100_000_000),
+        ("2^24", 16_777_216),
+        ("2**24", 16_777_216),
+        ("'2^24'", 16_777_216),
+        ("16Mi", 16_777_216),
+        ("1.5 Ki", 1536),
     ],
 )
 def test_ways_to_write_a_count(yaml_file, written, meant):
@@ -155,11 +165,17 @@ def test_ways_to_write_a_count(yaml_file, written, meant):
 @pytest.mark.parametrize(
     ("written", "hint"),
     [
-        ("1e8", "found '1e8' (str): expected a whole number of elements; write it out: 100000000"),
-        ("1.0e8", "found '1.0e8' (str): expected a whole number of elements; write it out: 100000000"),
-        ("1.0e+8", "found 100000000.0 (float): expected a whole number of elements; write it out: 100000000"),
+        ("1e-8", "found 1e-08 (float): expected a whole number of elements; such as 16777216"),
+        ("2^24.5", "found '2^24.5' (str): expected a whole number of elements"),
+        ("2^40", "found '2^40' (str): expected from 1 to 1073741824 elements"),
+        ("2^999999999999", "found '2^999999999999' (str): expected a whole number of elements"),
+        ("1.3Ki", "found '1.3Ki' (str): expected a whole number of elements"),
+        ("16M", "this counts elements, not bytes, and takes no unit: such as 16777216"),
+        ("010", "found '010' (str): expected a whole number of elements; leave the leading zero out: 10"),
+        ("'0_10'", "leave the leading zero out: 10"),
+        ("1:30", "found '1:30' (str): expected a whole number of elements; such as 16777216"),
+        ("yes", "found 'yes' (str): expected a whole number of elements"),
         ("1.5", "found 1.5 (float): expected a whole number of elements; such as 16777216"),
-        ("2**26", "found '2**26' (str): expected a whole number of elements"),
         ("256MiB", "this counts elements, not bytes, and takes no unit"),
         ("auto", "found 'auto' (str): expected a whole number of elements"),
         ("true", "found True (bool): expected a whole number of elements"),
@@ -180,7 +196,18 @@ def test_ways_not_to_write_a_count(yaml_file, written, hint):
 
 @pytest.mark.parametrize(
     ("written", "size"),
-    [("1MiB", 2**20), ("1 MiB", 2**20), ("1.5KiB", 1536), ("7B", 7), ("2KB", 2000), ("1GiB", 2**30), ("4096", 4096)],
+    [
+        ("1MiB", 2**20),
+        ("1 MiB", 2**20),
+        ("1.5KiB", 1536),
+        ("7B", 7),
+        ("2KB", 2000),
+        ("1GiB", 2**30),
+        ("4096", 4096),
+        ("64Mi", 2**26),
+        ("2^20", 2**20),
+        ("1e6", 10**6),
+    ],
 )
 def test_ways_to_write_a_size(yaml_file, written, size):
     path = yaml_file(f"transfer: {{rules: [{{when: {{smaller_than: {written}}}, use: pageable}}]}}")
@@ -193,10 +220,11 @@ def test_ways_to_write_a_size(yaml_file, written, size):
         ("1M", "unknown unit 'M'; write 1MiB or 1MB"),
         ("64G", "unknown unit 'G'; write 64GiB or 64GB"),
         ("1mib", "unknown unit 'mib'; write 1MiB or 1MB"),
-        ("1e6", "write 1000000"),
+        ("010", "leave the leading zero out: 10"),
+        ("2^63", "no machine has so many bytes"),
         ("1.3B", "not a whole number of bytes"),
         ("-1", "expected a size in bytes"),
-        ("big", "such as 1048576 or 1MiB"),
+        ("big", "such as 1048576, 2^20 or 1MiB"),
         ("yes", "expected a size in bytes"),
     ],
 )
@@ -255,7 +283,7 @@ def test_ways_not_to_write_a_size(yaml_file, written, hint):
             "transfer:\n  rules:\n  - when: {source_dtype: fp32}\n    use: pageable\n",
             "FILE:3: transfer.rules[0].when.source_dtype: found 'fp32' (str): expected the name of a torch dtype; did you mean 'float32'?",
         ),
-        ("transfer:\n  fallback: 'yes'\n", "FILE:2: transfer.fallback: found 'yes' (str): expected true or false"),
+        ("transfer:\n  fallback: maybe\n", "FILE:2: transfer.fallback: found 'maybe' (str): expected true or false"),
         ("transfer:\n  fallback: 1\n", "FILE:2: transfer.fallback: found 1 (int): expected true or false"),
         (
             "transfer:\n  strategy: pinned\n",
@@ -295,12 +323,21 @@ def test_ways_not_to_write_a_size(yaml_file, written, hint):
             "transfer:\n  zero3: {paths: ['']}\n",
             "FILE:2: transfer.zero3.paths[0]: found '' (str): expected the path of",
         ),
-        ("transfer:\n  pinned_staged: {buffers: 02}\n", "FILE:2: this is not YAML: '02' cannot be read as what it"),
-        ("transfer:\n  pinned_staged: {buffers: 010}\n", "numbers have neither leading zeros nor colons here"),
-        ("transfer:\n  pinned_staged: {buffers: 0_10}\n", "numbers have neither leading zeros nor colons here"),
-        ("transfer:\n  pinned_staged: {buffers: -0100}\n", "numbers have neither leading zeros nor colons here"),
-        ("transfer:\n  pinned_staged: {buffers: 1:30}\n", "FILE:2: this is not YAML: '1:30' cannot be read"),
-        ("transfer:\n  pinned_staged: {buffers: 1:30.5}\n", "FILE:2: this is not YAML: '1:30.5' cannot be read"),
+        (
+            "transfer:\n  pinned_staged: {buffers: 02}\n",
+            "found '02' (str): expected a whole number of buffers; leave the leading zero out: 2",
+        ),
+        (
+            "transfer:\n  pinned_staged: {buffers: 010}\n",
+            "FILE:2: transfer.pinned_staged.buffers: found '010' (str): expected a whole",
+        ),
+        ("transfer:\n  pinned_staged: {buffers: 0_10}\n", "leave the leading zero out: 10"),
+        ("transfer:\n  pinned_staged: {buffers: -0100}\n", "leave the leading zero out: 100"),
+        ("transfer:\n  pinned_staged: {buffers: 1:30}\n", "FILE:2: transfer.pinned_staged.buffers: found '1:30' (str)"),
+        (
+            "transfer:\n  pinned_staged: {buffers: 1:30.5}\n",
+            "FILE:2: transfer.pinned_staged.buffers: found '1:30.5' (str)",
+        ),
         ("transfer:\n  strategy: auto\n", "Leave the key out for the default."),
         ("transfer:\n  strategy: 3\n", "FILE:2: transfer.strategy: found 3 (int): unknown strategy 3."),
         (
@@ -335,9 +372,9 @@ def test_ways_not_to_write_a_size(yaml_file, written, hint):
         ),
         (
             "transfer:\n  strategy: 2001-13-45\n",
-            "FILE:2: this is not YAML: '2001-13-45' cannot be read as what it looks like",
+            "FILE:2: transfer.strategy: found '2001-13-45' (str): unknown strategy '2001-13-45'.",
         ),
-        ("transfer:\n  pinned_staged: {buffers: 0x_}\n", "FILE:2: this is not YAML: '0x_' cannot be read"),
+        ("transfer:\n  pinned_staged: {buffers: 0x_}\n", "FILE:2: transfer.pinned_staged.buffers: found '0x_' (str)"),
         ("transfer:\n  fallback: !!bool maybe\n", "FILE:2: this is not YAML: 'maybe' cannot be read"),
         ("transfer:\n  fallback: !!timestamp x\n", "FILE:2: this is not YAML: "),
         ("transfer:\n  fallback: !!int abc\n", "FILE:2: this is not YAML: "),
@@ -347,8 +384,9 @@ def test_ways_not_to_write_a_size(yaml_file, written, hint):
         ("transfer: {\n", "this is not YAML: "),
         ("transfer: {}\n---\ntransfer: {}\n", "FILE:2: this is not YAML: "),
         ("transfer: !!python/object:os.system {}\n", "FILE:1: this is not YAML: "),
+        ("transfer:\n  verify: yes\n", "FILE:2: transfer.verify: found 'yes' (str): expected off, sample or full."),
         ("transfer:\n  1: x\n", "FILE:2: transfer.1: keys must be text"),
-        ("transfer:\n  on: true\n", "FILE:2: transfer.on: keys must be text, and YAML reads 'on' as something else"),
+        ("transfer:\n  on: true\n", "FILE:2: transfer.on: unknown key 'on'."),
         ("transfer:\n  pinned_staged: {7: 2}\n", "FILE:2: transfer.pinned_staged.7: keys must be text"),
         ("? [a]\n: b\n", "FILE:1: "),
     ],
@@ -363,6 +401,33 @@ def test_what_zero3_does_with_state_in_files(yaml_file):
     config = load_config(yaml_file("transfer:\n  zero3: {host_memory: 1.5GiB, paths: [/one, ~/two]}\n"))
     assert config.zero3.host_memory == 3 * 2**29
     assert config.zero3.paths == ("/one", os.path.expanduser("~/two"))  # noqa: PTH111
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        *(("null", None), ("~", None), ("Null", None), ("", None), ("true", True), ("FALSE", False), ("tRue", "tRue")),
+        *(
+            ("yes", "yes"),
+            ("off", "off"),
+            ("n", "n"),
+            ("-0", 0),
+            ("+12", 12),
+            ("0o14", 12),
+            ("0xC", 12),
+            ("0b1", "0b1"),
+        ),
+        *(("012", "012"), ("1_000", "1_000"), ("1:30", "1:30"), ("1e3", 1000.0), (".5", 0.5), ("-1.5E-2", -0.015)),
+        *(("1.", 1.0), ("-.INF", float("-inf")), (".5.", ".5."), ("+.nan", "+.nan"), ("2001-01-01", "2001-01-01")),
+        *(("=", "="), ("'12'", "12"), ("!!str 12", "12"), ("0.1", 0.1), ("00.1", "00.1"), ("- 1", [1])),
+    ],
+)
+def test_scalars_are_those_of_yaml_1_2(tmp_path, written, read):
+    """The core schema, https://yaml.org/spec/1.2.2/#1032-tag-resolution, but for numbers with leading zeros."""
+    path = tmp_path / "one.yaml"
+    path.write_text(f"{written}\n")
+    content, _, _ = read_yaml(path)
+    assert (type(content), content) == (type(read), read)
 
 
 def test_every_mistake_is_listed_at_once(yaml_file):
@@ -396,7 +461,8 @@ def test_anchors_and_merges_work_and_a_loop_of_anchors_ends(yaml_file):
 
 
 @pytest.mark.parametrize(
-    ("word", "means"), [("true", True), ("on", True), ("Yes", True), ("off", False), ("NO", False)]
+    ("word", "means"),
+    [("true", True), ("TRUE", True), ("on", True), ("Yes", True), ("off", False), ("NO", False), ("'no'", False)],
 )
 def test_ways_to_write_true_and_false(yaml_file, word, means):
     config = load_config(yaml_file(f"transfer: {{fallback: {word}, nvme_swapped: {{checksums: {word}}}}}"))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from decimal import Decimal, InvalidOperation
+
+from ...schema.quantities import leading_zero, whole_number
 
 #: Other names that ``--dtypes`` accepts.
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -11,19 +12,16 @@ _LARGEST = 2**62
 
 
 def count(text: str) -> int:
-    """A positive whole number: ``268435456``, ``2^28``, ``2**28``, ``1e9`` or ``1_000_000``.
+    """A positive whole number: ``268435456``, ``2^28``, ``2**28``, ``256Mi``, ``1e9`` or ``1_000_000``.
 
     Raises:
         argparse.ArgumentTypeError: It is something else.
     """
-    base, power, exponent = text.replace("**", "^").partition("^")
-    try:
-        value = Decimal(base) if not power else Decimal(int(base) ** int(exponent) if int(exponent) <= 62 else 0)
-    except (ValueError, ZeroDivisionError, InvalidOperation):
-        value = Decimal(0)
-    if not (value.is_finite() and 1 <= value <= _LARGEST and value == int(value)):
-        raise argparse.ArgumentTypeError(f"expected a whole number from 1, such as 1000, 2^28 or 1e9, not {text!r}")
-    return int(value)
+    value = whole_number(text)
+    if value is None or not 1 <= value <= _LARGEST:
+        hint = leading_zero(text) or "such as 1000, 2^28, 256Mi or 1e9"
+        raise argparse.ArgumentTypeError(f"expected a whole number from 1, not {text!r}; {hint}")
+    return value
 
 
 def dtype_name(text: str) -> str:
