@@ -14,6 +14,8 @@ from collections.abc import Sequence
 COMMANDS = {
     "demo": ("transfer.cli.demo.command", "train a small model with and without, and compare every bit"),
     "run": ("transfer.cli.run", "run a training script, unchanged, with every engine served"),
+    "validate": ("transfer.cli.validate", "all mistakes of a configuration at once"),
+    "schema": ("transfer.cli.schema", "a JSON schema of the configuration, for editors"),
     "bench": ("transfer.cli.bench_copy.command", "time every way to copy; `h2d bench zero3`: whole steps"),
     "tune": ("transfer.cli.tune.command", "measure this machine, for `strategy: measured`"),
     "completion": ("transfer.cli.completion", "completion for your shell"),

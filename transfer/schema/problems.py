@@ -115,7 +115,7 @@ def unknown_key(key: str, model: type[BaseModel], parent: Location = ()) -> str:
     here: type[BaseModel] | None = model
     for part in parent:
         if isinstance(part, str) and here is not None:
-            here = _children(here).get(part)
+            here = children_of(here).get(part)
     allowed = _keys(here) if here is not None else []
     elsewhere = [path for path, keys in _all_keys(model) if key in keys and path != dotted("", parent)]
     guess = getattr(here, "renamed", {}).get(key) or nearest(key, allowed)
@@ -130,10 +130,10 @@ def unknown_key(key: str, model: type[BaseModel], parent: Location = ()) -> str:
 
 
 def _keys(model: type[BaseModel]) -> list[str]:
-    return sorted({*model.model_fields, *_children(model)})
+    return sorted({*model.model_fields, *children_of(model)})
 
 
-def _children(model: type[BaseModel]) -> dict[str, type[BaseModel]]:
+def children_of(model: type[BaseModel]) -> dict[str, type[BaseModel]]:
     """The models nested in ``model``, by the key under which they stand."""
     children: dict[str, type[BaseModel]] = dict(getattr(model, "sections", dict)())
     for name, field in model.model_fields.items():
@@ -151,5 +151,5 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
 
 def _all_keys(model: type[BaseModel], path: str = "") -> Iterator[tuple[str, list[str]]]:
     yield path, _keys(model)
-    for name, child in _children(model).items():
+    for name, child in children_of(model).items():
         yield from _all_keys(child, f"{path}.{name}" if path else name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 from pathlib import Path
@@ -64,6 +65,19 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 _Loader.add_constructor("tag:yaml.org,2002:float", _Loader.construct_yaml_float)
 
 
+def read_json(path: str | os.PathLike[str]) -> tuple[Any, dict[Location, int], str]:
+    """As ``read_yaml``, for a JSON document."""
+    text, file = _text_of(path)
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        line = getattr(error, "lineno", None)
+        raise ConfigError([ConfigProblem("", f"this is not JSON: {error}", file, line)]) from error
+    # JSON is YAML, but for tabs between its parts: its lines are found as those of YAML are.
+    _, lines = _parse(text.replace("\t", " "), file)
+    return content, lines, file
+
+
 def read_yaml(path: str | os.PathLike[str]) -> tuple[Any, dict[Location, int], str]:
     """Reads one YAML document.
 
@@ -75,30 +89,42 @@ def read_yaml(path: str | os.PathLike[str]) -> tuple[Any, dict[Location, int], s
         ConfigFileError: It cannot be read.
         ConfigError: It is not YAML, has duplicate keys, or keys that are not text.
     """
+    text, file = _text_of(path)
+    content, lines = _parse(text, file)
+    return content, lines, file
+
+
+def _text_of(path: str | os.PathLike[str]) -> tuple[str, str]:
+    """The content of a file, and its name."""
+    file = Path(path)
     try:
-        file = Path(path).expanduser()
-        text = _read_text(file)
+        file = file.expanduser()
+        return _read_text(file), str(file)
     except FileNotFoundError as error:
         raise ConfigFileNotFoundError([ConfigProblem("", "no such configuration file", str(file))]) from error
     except (OSError, ValueError, RuntimeError) as error:  # also: no text, a NUL in the path, no such user's home
         raise ConfigFileError([ConfigProblem("", f"cannot be read: {error}", os.fspath(path))]) from error
+
+
+def _parse(text: str, file: str) -> tuple[Any, dict[Location, int]]:
+    """The content of a document, and the line of each key and list entry."""
     lines: dict[Location, int] = {}
     problems: list[ConfigProblem] = []
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
-        _walk(node, (), lines, problems, str(file), set())
+        _walk(node, (), lines, problems, file, set())
         content = None if problems or node is None else loader.construct_document(node)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         reason = getattr(error, "problem", None) or str(error)
         line = mark.line + 1 if mark is not None else None
-        raise ConfigError([ConfigProblem("", f"this is not YAML: {reason}", str(file), line)]) from error
+        raise ConfigError([ConfigProblem("", f"this is not YAML: {reason}", file, line)]) from error
     except RecursionError as error:
-        raise ConfigError([ConfigProblem("", "this is not YAML: nested too deeply", str(file))]) from error
+        raise ConfigError([ConfigProblem("", "this is not YAML: nested too deeply", file)]) from error
     if problems:
         raise ConfigError(problems)
-    return content, lines, str(file)
+    return content, lines
 
 
 def _read_text(file: Path) -> str:

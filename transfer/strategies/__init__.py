@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from ..registry import register_strategy
-from .nvme_swapped import NvmeSwappedConfig, NvmeSwappedTransfer
+from .nvme_swapped import NvmeSwappedTransfer
+from .nvme_swapped_config import NvmeSwappedConfig
 from .pageable import PageableTransfer
 from .pinned_direct import PinnedDirectConfig, PinnedDirectTransfer
 from .pinned_staged import PinnedStagedConfig, PinnedStagedTransfer
