@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 #: Sub-command -> where its ``main(arguments) -> exit status`` is, and what it does.
 COMMANDS = {
+    "doctor": ("transfer.cli.doctor.command", "is this machine fit, and would it be served?"),
     "demo": ("transfer.cli.demo.command", "train a small model with and without, and compare every bit"),
     "run": ("transfer.cli.run", "run a training script, unchanged, with every engine served"),
     "validate": ("transfer.cli.validate", "all mistakes of a configuration at once"),
@@ -38,6 +39,7 @@ fast, with the same bits.
 {commands}
 
 First steps:
+  h2d doctor                     what is here, and what to do about it
   h2d demo                       a training with and without, in a minute
   h2d run train.py --lr 1e-4     your own script, as it is
 

@@ -45,7 +45,7 @@ def page_lock_budget_bytes(root: Path = Path("/")) -> int | None:
     Returns:
         The budget, or None where the system does not tell how much memory there is.
     """
-    total = _total_bytes(root)
+    total = total_bytes(root)
     if total is None:
         return None
     for_all, locked = total // _SHARE, _kilobytes(root / "proc/meminfo").get("Mlocked", 0)
@@ -55,7 +55,7 @@ def page_lock_budget_bytes(root: Path = Path("/")) -> int | None:
 
 
 @functools.cache  # asked for each source that is prepared, and half a millisecond in many files
-def _total_bytes(root: Path) -> int | None:
+def total_bytes(root: Path) -> int | None:
     """The memory of the host, or of the control group if that is less. A limit that changes counts in new processes."""
     meminfo = _kilobytes(root / "proc/meminfo")
     host = meminfo.get("MemTotal")

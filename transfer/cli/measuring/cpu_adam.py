@@ -79,7 +79,7 @@ def compile_once(say: Callable[[str], None], folder: Path | None = None) -> str 
     lock = folder / "lock"
     if not _is_released(lock, say):
         return f"CPU Adam is being compiled, or its compiler was killed: if nothing compiles now, delete {lock}."
-    if (folder / f"{_NAME}.so").exists() or _is_installed():
+    if (folder / f"{_NAME}.so").exists() or is_installed():
         return None
     compiler = os.environ.get("CXX", "c++")
     if shutil.which(compiler) is None:
@@ -104,7 +104,7 @@ def _is_released(lock: Path, say: Callable[[str], None]) -> bool:
     told = False
     while lock.exists():
         now = time.monotonic()
-        if _compiles(lock.parent):
+        if is_compiling(lock.parent):
             last = now
             if not told:
                 say(f"Another process compiles CPU Adam in {lock.parent}: this one waits, half an hour at most.")
@@ -115,7 +115,7 @@ def _is_released(lock: Path, say: Callable[[str], None]) -> bool:
     return True
 
 
-def _compiles(folder: Path) -> bool:
+def is_compiling(folder: Path) -> bool:
     """Whether a process works in the folder, as compilers of it do; where the system does not tell, whether one may."""
     if not Path("/proc/self/cwd").exists():
         changed = [each.stat().st_mtime for each in folder.iterdir()]
@@ -128,7 +128,7 @@ def _compiles(folder: Path) -> bool:
     return False
 
 
-def _is_installed() -> bool:
+def is_installed() -> bool:
     """Whether it was compiled when DeepSpeed was installed, and nothing is to do."""
     found = importlib.util.find_spec("deepspeed")
     places = found.submodule_search_locations if found is not None else None

@@ -88,10 +88,10 @@ def make_table(title: str, columns: Sequence[Column], groups: Iterable[Sequence[
     return Group("", Text(title, style="italic"), table)
 
 
-def console() -> Console:
-    """Writes to the standard output of the moment."""
+def console(width: int = _UNKNOWN_WIDTH) -> Console:
+    """Writes to the standard output of the moment; ``width`` is that of lines where the output is no terminal."""
     out = Console(file=sys.stdout, highlight=False)
-    return out if out.is_terminal else Console(file=sys.stdout, highlight=False, width=_UNKNOWN_WIDTH)
+    return out if out.is_terminal else Console(file=sys.stdout, highlight=False, width=width)
 
 
 def say(out: Console, sentence: str) -> None:
