@@ -19,6 +19,19 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+#: What is said of an accelerator without a capability, where it gives no reason of its own.
+_CANNOT = {
+    "streams": "has no streams",
+    "events": "has no events",
+    "pins_host_memory": "does not pin host memory",
+    "registers_host_memory": "does not page-lock memory in place",
+    "copies_asynchronously": "does not copy asynchronously",
+    "maps_host_memory": "does not map host memory",
+    "pin_rounds_to_power_of_two": "pins what is asked for",
+    "register_alignment_bytes": "registers no memory",
+}
+
+
 @dataclass(frozen=True)
 class Capabilities:
     """What an accelerator can do, and why it cannot do the rest.
@@ -51,7 +64,7 @@ class Capabilities:
         """The sentence for the first of ``names`` that is missing, or None if all are there."""
         for name in names:
             if not getattr(self, name):
-                return self.reasons.get(name, f"This accelerator has no {name.replace('_', ' ')}.")
+                return self.reasons.get(name, f"This accelerator {_CANNOT[name]}.")
         return None
 
 

@@ -13,7 +13,7 @@ from accelerators import Accelerator, AcceleratorError
 
 from .accelerator_choice import accelerator_errors
 from .errors import AcceleratorFailedError, GraphCaptureError, StrategyUnavailableError
-from .stats import Counters
+from .stats import Counters, format_bytes
 
 
 class InFlightCopy:
@@ -51,6 +51,10 @@ class InFlightCopy:
     def done(self) -> bool:
         """Whether the destination holds the values; does not block."""
         return True
+
+    def __repr__(self) -> str:
+        state = ": finished" if type(self) is InFlightCopy else ""  # a subclass knows more
+        return f"<{type(self).__name__}{state}>"
 
 
 class EventCopy(InFlightCopy):
@@ -132,6 +136,16 @@ class EventCopy(InFlightCopy):
                 if all(event.query() for event in pending[0]):
                     self._pending = None
         return self._pending is None
+
+    def __repr__(self) -> str:
+        # Asks no event: that would spoil a graph that is being captured.
+        pending = self._pending
+        if pending is None:
+            return f"<{type(self).__name__}: finished>"
+        _, destination, source = pending
+        reads = "" if source is None else ", reads its source"
+        what = f"{format_bytes(destination.nbytes)} to {destination.device}"
+        return f"<{type(self).__name__}: not waited for, {what}{reads}>"
 
 
 def made(accelerator: Accelerator, kind: str) -> Any:

@@ -25,7 +25,7 @@ from .in_flight import FINISHED, InFlightCopy, drain_after, finished_copy
 from .nvme.swapped_tensor import SwappedTensor
 from .profiling import named_range
 from .schema.model import StrategyConfig, strategy_config
-from .stats import Counters, StrategyStats
+from .stats import Counters, StrategyStats, summary
 from .tensor_memory import check_kind, check_memory, goes_to_device, pair_problem
 from .validation import validate, with_plain_signs
 
@@ -68,7 +68,7 @@ class HostToDeviceTransfer(ABC):
     #: Whether it takes a ``SwappedTensor`` as the source.
     reads_swapped: ClassVar[bool] = False
 
-    # Defaults of the class, for a subclass without options that leaves out ``super().__init__``.
+    # Defaults, for a subclass without options that leaves out ``super().__init__``.
     config: Any = None
     fallback: bool = True
     _choice: AcceleratorChoice = AcceleratorChoice()
@@ -99,7 +99,7 @@ class HostToDeviceTransfer(ABC):
         self._choice = AcceleratorChoice(accelerator)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.config!r}, accelerator={self._choice.name!r})"
+        return f"<{type(self).__name__}: {self.config!r}, to {self._choice.name or 'what DeepSpeed picks'}, {summary(self)}>"
 
     @property
     def accelerator(self) -> Accelerator:

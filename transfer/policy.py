@@ -52,6 +52,9 @@ class Decision:
     instead_of: str | None = None
     is_expected: bool = True
 
+    def __str__(self) -> str:
+        return f"{self.strategy}: {self.reason}"
+
 
 class TransferPolicy:
     """Picks a strategy for each copy from what the tensors are at that moment.

@@ -10,7 +10,7 @@ from torch import Tensor
 from accelerators import Accelerator
 
 from .config_file import ConfigLike
-from .errors import FallbackWarning, StrategyUnavailableError, TransferError, run_all, warn_caller
+from .errors import ConfigError, FallbackWarning, StrategyUnavailableError, TransferError, run_all, warn_caller
 from .in_flight import InFlightCopy
 from .interface import HostToDeviceTransfer
 from .policy import Decision, TransferPolicy
@@ -48,6 +48,10 @@ class RoutedTransfer(HostToDeviceTransfer):
         self._simpler: dict[HostToDeviceTransfer, HostToDeviceTransfer] = {}
         self._logged: set[Decision] = set()
         self._warned: set[str] = set()
+        self._is_closed = False
+
+    def __repr__(self) -> str:
+        return super().__repr__()[:-1] + (", closed (a copy opens it again)>" if self._is_closed else ">")
 
     @property
     def pinned_bytes(self) -> int:
@@ -87,6 +91,7 @@ class RoutedTransfer(HostToDeviceTransfer):
         if self._is_forked:
             return
         run_all([strategy.close for strategy in self._strategies])
+        self._is_closed = True
 
     def _prepare(self, name: str, source: Tensor) -> None:
         try:
@@ -107,6 +112,7 @@ class RoutedTransfer(HostToDeviceTransfer):
         return (*self.policy.strategies, *tuple(self._simpler.values()))
 
     def _run(self, accelerator: Accelerator, destination: Tensor, source: Any, waits: bool) -> InFlightCopy:
+        self._is_closed = False
         decision = self.policy.choose(accelerator, destination, source, waits=waits)
         strategy = self.policy.strategy(decision.strategy)
         self._say(decision)
@@ -202,7 +208,7 @@ class VerifiedTransfer(RoutedTransfer):
 
 
 def build_transfer(
-    config: ConfigLike | None = None, accelerator: Accelerator | str | None = None
+    config: ConfigLike | None = None, accelerator: Accelerator | str | None = None, **options: Any
 ) -> HostToDeviceTransfer:
     """Builds the transfer that a configuration describes. Calls no accelerator: the first copy does.
 
@@ -212,10 +218,14 @@ def build_transfer(
             set, else the defaults.
         accelerator: An ``Accelerator`` or a registered name; None: the configured one, or else what
             ``accelerators.get_accelerator()`` returns.
+        **options: Keys of the ``transfer`` section, in place of ``config``: ``build_transfer(strategy="pinned_staged",
+            pinned_staged={"buffers": 3})``.
 
     Raises:
         ConfigError: The configuration has mistakes, which are listed with their place.
     """
-    policy = TransferPolicy(config, accelerator)
+    if options and config is not None:
+        raise ConfigError(f"give either config or the options {', '.join(options)}, not both")
+    policy = TransferPolicy(options or config, accelerator)
     # Another class, so that a copy that is not compared costs nothing more.
     return RoutedTransfer(policy) if policy.config.verify == "off" else VerifiedTransfer(policy)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, fields
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,29 @@ class StrategyStats:
     cast_seconds: float = 0.0
     passed_on: int = 0
     read_seconds: float = 0.0
+
+    @property
+    def busy_seconds(self) -> float:
+        """Seconds for which the host was blocked or cast: what the copies cost it."""
+        return self.wait_seconds + self.cast_seconds + self.read_seconds
+
+    @property
+    def gigabytes_per_second(self) -> float | None:
+        """10^9 bytes of the destinations for each second of ``busy_seconds``; None before the host was busy.
+
+        Copies that ran behind other work took longer than that, and cost nothing.
+        """
+        return self.bytes / self.busy_seconds / 1e9 if self.busy_seconds > 0 else None
+
+    def __str__(self) -> str:
+        rate = self.gigabytes_per_second
+        said = f"{self.copies} cop{'y' if self.copies == 1 else 'ies'}, {format_bytes(self.bytes)}"
+        if rate is not None:
+            said += f", host busy for {self.busy_seconds:.3g} s: {rate:.3g} GB/s"
+        return said + (f", {self.passed_on} passed on" if self.passed_on else "")
+
+    def __repr__(self) -> str:
+        return f"<StrategyStats: {self}>"
 
     def __add__(self, other: StrategyStats) -> StrategyStats:
         return StrategyStats(*(getattr(self, name) + getattr(other, name) for name in _NAMES))
@@ -66,6 +90,13 @@ def format_bytes(count: int) -> str:
     """Bytes in the unit that fits: ``1.5 GiB``."""
     power = min(4, max(0, (count.bit_length() - 1) // 10))
     return f"{count / 2 ** (10 * power):.4g} {('bytes', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+
+
+def summary(transfer: Any) -> str:
+    """What a ``HostToDeviceTransfer`` has done and what it holds, in a line."""
+    held = ((transfer.pinned_bytes, "pinned"), (transfer.scratch_bytes, "of the device"))
+    parts = [f"{format_bytes(count)} {what}" for count, what in held if count]
+    return f"{sum(transfer.stats().values(), StrategyStats())}, holds {' and '.join(parts) or 'nothing'}"
 
 
 def merged(*several: dict[str, StrategyStats]) -> dict[str, StrategyStats]:

@@ -35,6 +35,11 @@ class ConfigModel(BaseModel, metaclass=_RaisesConfigError):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    def __repr_args__(self) -> Any:
+        """What was given, and not every default."""
+        given = self.model_fields_set | set(self.__pydantic_extra__ or ())
+        return [(name, value) for name, value in super().__repr_args__() if name in given]
+
     #: Keys of earlier versions, to what they are called now; for hints alone.
     renamed: ClassVar[Mapping[str, str]] = {}
 

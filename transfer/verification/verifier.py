@@ -165,6 +165,10 @@ class VerifiedCopy(InFlightCopy):
         self._pending: tuple[ReadBack, Callable[..., VerificationError | None], Callable[[], object]] | None
         self._pending = reading, judge, drain
 
+    def __repr__(self) -> str:
+        state = "compared" if self._pending is None else "not compared"
+        return f"<{type(self).__name__}: {state}, of {self._copy!r}>"
+
     def wait(self) -> None:
         """As that of the strategy's copy.
 

@@ -426,7 +426,7 @@ def test_a_source_with_a_short_last_chunk_brings_no_stale_bytes(simulated):
     assert parent[1003:].tolist() == [-1.0] * 7
 
 
-@pytest.mark.parametrize("value", [-1, 0, 1.5, True, "8", 2**62, None, "256MiB"])
+@pytest.mark.parametrize("value", [-1, 0, 1.5, True, "eight", 2**62, None, "256MiB"])
 @pytest.mark.parametrize("field", ["chunk_elements", "buffers"])
 def test_bad_sizes_are_refused_before_anything_is_pinned(simulated, field, value):
     recorder = Recorder(simulated)
