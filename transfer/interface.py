@@ -99,7 +99,7 @@ class HostToDeviceTransfer(ABC):
         self._choice = AcceleratorChoice(accelerator)
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__}: {self.config!r}, to {self._choice.name or 'the default device'}, {summary(self)}>"
+        return f"<{type(self).__name__}: {self.config!r}, to {self._choice.name or 'the default'}, {summary(self)}>"
 
     @property
     def accelerator(self) -> Accelerator:

@@ -43,7 +43,7 @@ def test_a_repr_calls_no_accelerator():
             raise AssertionError(name)
 
     assert "to untouchable" in repr(transfer.PinnedDirectTransfer(accelerator=Untouchable()))
-    assert "to the default device" in repr(build_transfer({}))
+    assert "to the default" in repr(build_transfer({}))
 
 
 def test_a_copy_that_still_reads_its_source_says_so(simulated, pair):
