@@ -26,6 +26,7 @@ from .registry import MEASURED, explain_unknown_strategy, get_strategy, strategy
 from .schema.fields import Checked, DtypeName, Flag, SizeBytes, SomeDirectory, Truth, left_out, one_of, refuse
 from .schema.model import ConfigModel, StrategyConfig
 from .schema.problems import UNDERSTOOD
+from .stats import format_bytes
 
 
 def _accelerator(value: Any) -> str:
@@ -208,4 +209,4 @@ def _line_errors(error: ValidationError, *prefix: str) -> list[InitErrorDetails]
 def _plain(value: Any) -> str:
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
-    return f"{value} bytes" if type(value) is int else str(value).lower()
+    return format_bytes(value) if type(value) is int else str(value).lower()

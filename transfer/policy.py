@@ -18,6 +18,7 @@ from .interface import HostToDeviceTransfer
 from .measured import CANDIDATES, MachineProfile, fastest
 from .nvme import SwappedTensor
 from .registry import MEASURED, get_strategy
+from .stats import format_bytes
 from .strategies.pinned_direct import UNPREPARED
 from .tensor_memory import check_memory
 
@@ -258,7 +259,7 @@ class TransferPolicy:
             return None
         size = destination.nbytes
         if size < SMALL_PAGE_LOCKED_BYTES or (name == "pinned_staged" and size < SMALL_BYTES):
-            return f"{size} bytes are too few for staging to pay off ({SMALL_BYTES} would be enough)."
+            return f"{format_bytes(size)} are too few to be staged ({format_bytes(SMALL_BYTES)} would be enough)."
         if name == "pinned_staged":  # it needs no streams, but without them it overlaps nothing
             missing = accelerator.capabilities.why_not("streams")
             if missing is not None:

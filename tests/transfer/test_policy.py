@@ -61,7 +61,7 @@ def test_small_copies_are_pageable(simulated, numel, strategy):
     decision = TransferPolicy({}, simulated).select(*pair(simulated, numel))
     assert decision.strategy == strategy
     if strategy == "pageable":
-        assert decision.reason == "1048574 bytes are too few for staging to pay off (1048576 would be enough)."
+        assert decision.reason == "1024 KiB are too few to be staged (1 MiB would be enough)."
 
 
 @pytest.fixture
@@ -254,9 +254,9 @@ def test_rules_come_first_and_in_order(simulated):
         ],
     }
     policy = TransferPolicy(config, simulated)
-    assert policy.select(*pair(simulated, 100)) == Decision("pageable", "rules[0] matches (smaller_than: 1024 bytes).")
+    assert policy.select(*pair(simulated, 100)) == Decision("pageable", "rules[0] matches (smaller_than: 1 KiB).")
     assert policy.select(*pair(simulated, dtype=torch.float16)).reason == (
-        "rules[1] matches (at_least: 1048576 bytes, destination_dtype: float16)."
+        "rules[1] matches (at_least: 1 MiB, destination_dtype: float16)."
     )
     assert policy.select(*pair(simulated, 1000)) == Decision(
         "pinned_staged", "The configuration says `strategy: pinned_staged`."

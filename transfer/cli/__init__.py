@@ -15,6 +15,7 @@ COMMANDS = {
     "doctor": ("transfer.cli.doctor.command", "is this machine fit, and would it be served?"),
     "demo": ("transfer.cli.demo.command", "train a small model with and without, and compare every bit"),
     "run": ("transfer.cli.run", "run a training script, unchanged, with every engine served"),
+    "explain": ("transfer.cli.explain.command", "what is chosen for each sub-group, why, what would change it"),
     "validate": ("transfer.cli.validate", "all mistakes of a configuration at once"),
     "schema": ("transfer.cli.schema", "a JSON schema of the configuration, for editors"),
     "bench": ("transfer.cli.bench_copy.command", "time every way to copy; `h2d bench zero3`: whole steps"),

@@ -1,0 +1,1 @@
+"""``h2d explain``: what the policy would choose, why, and what would change it."""
