@@ -1,6 +1,7 @@
 """``h2d bench``: what it measures, what it says about wrong bits, and how it says it."""
 
 import argparse
+import io
 import json
 import sys
 
@@ -11,6 +12,7 @@ from accelerators import get_accelerator
 from tests.cli import strategies
 from tests.running import run_python
 from transfer import cli, register_strategy, unregister_strategy
+from transfer.cli.bench_copy import report as copy_report
 from transfer.cli.bench_copy.report import with_figures
 from transfer.cli.measuring import baselines, bits
 from transfer.cli.measuring.baselines import DeepSpeedCopy
@@ -225,6 +227,88 @@ def test_figures_are_those_of_the_raw_seconds():
     assert link["figures"]["share_of_link"] == 1
     assert link["figures"]["times_deepspeed"] == 10
     assert deepspeed["figures"]["page_lock_seconds_per_gib"] is None
+
+
+def a_report(accelerator, elements, not_run=()):
+    """Of the link alone, at these sizes."""
+    one = {
+        "variant": "pinned low-precision copy",
+        "kind": "baseline",
+        "from_file": False,
+        "dtype": "bfloat16",
+        "summary": "a summary",
+        "right_bits": True,
+        "seconds_by_rank": [[0.001, 0.002]],
+        "source_bytes": 4000,
+        "destination_bytes": 2000,
+        "pinned_bytes": 2**20,
+        "page_locked_bytes": 0,
+        "device_bytes": 0,
+        "page_lock_seconds": None,
+    }
+    hardware = {"accelerator": accelerator, "device": "a device", "cpu": "a CPU", "cores": 2, "threads": 1}
+    return {
+        "hardware": {**hardware, "torch": "t", "deepspeed": "d", "date": "2026-01-01"},
+        "ranks": 1,
+        "rounds": 2,
+        "nvme": None,
+        "measurements": list(copy_report.with_figures([{**one, "elements": size} for size in elements])),
+        "not_run": list(not_run),
+    }
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "first"),
+    [
+        ("simulated", "The accelerator is simulated: this tests bits, not speed."),
+        ("cpu", "There is no accelerator here: copies stay in host memory, and no figure is of a device."),
+        ("cuda", "a device; a CPU, 2 cores; 1 rank with 1 host thread; torch t, DeepSpeed d; 2026-01-01"),
+    ],
+)
+def test_it_says_first_what_figures_are_worth(capsys, accelerator, first):
+    copy_report.show(a_report(accelerator, [1000]))
+    assert capsys.readouterr().out.splitlines()[0] == first
+
+
+def test_a_reason_is_told_once_and_with_its_sizes_where_it_is_not_for_all(capsys):
+    entries = [
+        {"dtype": "bfloat16", "elements": size, "variant": name, "reason": "no"}
+        for name, sizes in (("everywhere", (2**20, 1000)), ("somewhere", (2**20,)))
+        for size in sizes
+    ]
+    copy_report.show(a_report("cuda", [1000, 2**20], entries))
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("not run")]
+    assert lines == ["not run: everywhere: no", "not run: somewhere: no (2^20 elements)"]
+
+
+def test_wide_tables_have_every_column_in_one_line(capsys):
+    report = a_report("cuda", [1000])
+    copy_report.show(report)
+    narrow = capsys.readouterr().out
+    copy_report.show(report, wide=True)
+    wide = capsys.readouterr().out
+
+    def of(text):
+        return [line.split() for line in text.splitlines() if line.startswith("pinned low-precision copy  ")][:-1]
+
+    first, second = of(narrow)
+    (whole,) = of(wide)
+    assert whole == [*first, *second[3:]]
+
+
+def test_names_are_whole_in_a_narrow_terminal(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    for name, value in (("TERM", "dumb"), ("COLUMNS", "40"), ("LINES", "20")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    copy_report.show(a_report("cuda", [1000]))
+    assert "pinned low-precision copy  " in terminal.getvalue()
+    assert "\u2026" not in terminal.getvalue()
 
 
 @pytest.mark.slow

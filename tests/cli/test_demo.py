@@ -71,7 +71,7 @@ def test_the_table_fits_into_80_columns_and_says_what_it_means(capsys):
     ]
     assert max(map(len, table)) <= 80
     assert "All 1,000 elements are the same, bit for bit" in out
-    assert "times say nothing" in out
+    assert out.startswith("The accelerator is simulated: this tests bits, not speed.\n")
 
 
 @pytest.mark.parametrize(("differing", "copies", "status"), [(0, 12, 0), (3, 12, 1), (0, 0, 1)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -62,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
         **measured,
         "measurements": measurements,
     }
-    tell(report, options, show)
+    tell(report, options, functools.partial(show, wide=options.wide))
     if options.plot is not None:
         plot(report, Path(options.plot))
     right = all(one["right_bits"] is not False for one in measurements)

@@ -11,6 +11,7 @@ from ...stats import format_bytes
 from ..measuring.names import DEEPSPEED, LINK
 from ..measuring.quantities import format_count
 from ..measuring.report import (
+    WIDE,
     Column,
     console,
     figures,
@@ -21,9 +22,12 @@ from ..measuring.report import (
     mebibytes,
     median_ratio,
     number,
+    one_table,
     percent,
     plural,
+    reasons,
     say,
+    say_first,
     slowest,
     spread_percent,
     times,
@@ -117,29 +121,36 @@ def by_case(entries: Sequence[Measurement]) -> dict[tuple[str, int], list[Measur
     return cases
 
 
-def show(report: Mapping[str, Any]) -> None:
-    """Prints tables for each size and dtype, and what could not run."""
+def show(report: Mapping[str, Any], *, wide: bool = False) -> None:
+    """Prints tables for each size and dtype, and what could not run; ``wide``: one table for each, with all columns."""
     out, nvme = console(), report["nvme"]
+    say_first(out, report["hardware"]["accelerator"])
     say(out, hardware_line(report["hardware"], report["ranks"]))
     if nvme is not None:
         say(out, files_line(nvme))
-    refused = by_case(report["not_run"])
-    for (dtype, elements), measurements in by_case(report["measurements"]).items():
+    cases = by_case(report["measurements"])
+    for (dtype, elements), measurements in cases.items():
         groups = [
             [one for one in measurements if (one["kind"], one["from_file"]) == (kind, from_file)]
             for from_file in (False, True)
             for kind in ("baseline", "strategy")
         ]
         title = f"{format_count(elements)} elements, float32 on the host to {dtype} on the device"
+        if wide:
+            columns = one_table(_TIMES, _MEMORY, _FROM_FILE if any(groups[2:]) else ())
+            console(WIDE, at_least=WIDE).print(make_table(title, columns, groups))
+            continue
         out.print(make_table(title, _TIMES, groups))
         out.print(make_table("memory", _MEMORY, groups))
         if any(groups[2:]):
             out.print(make_table("from files", _FROM_FILE, groups[2:]))
-        for entry in refused.get((dtype, elements), ()):
-            say(out, f"not run: {entry['variant']}: {entry['reason']}")
+    say(out, "")
+    for sentence in reasons(report["not_run"], len(cases)):
+        say(out, sentence)
     say(out, _NOTE.format(rounds=plural(report["rounds"], "round")))
     if nvme is not None:
         say(out, _FILE_NOTE)
+    say(out, "")
     out.print(legend({one["variant"]: one["summary"] for one in report["measurements"] if one["summary"]}))
 
 

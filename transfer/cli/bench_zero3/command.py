@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 import sys
 import tempfile
@@ -96,7 +97,7 @@ def main(arguments: Sequence[str]) -> int:
         "peers": peers["measurements"],
         "not_run": [*measured["not_run"], *peers["not_run"]],
     }
-    tell(report, options, show)
+    tell(report, options, functools.partial(show, wide=options.wide))
     return 0 if all(one["right_bits"] is not False for one in report["measurements"] + report["peers"]) else 1
 
 

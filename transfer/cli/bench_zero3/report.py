@@ -9,6 +9,7 @@ from typing import Any
 
 from ..measuring.names import DEEPSPEED, NO_COPY_BACK
 from ..measuring.report import (
+    WIDE,
     Column,
     console,
     figures,
@@ -18,9 +19,12 @@ from ..measuring.report import (
     mebibytes,
     median_ratio,
     number,
+    one_table,
     percent,
     plural,
+    reasons,
     say,
+    say_first,
     slowest,
     spread_percent,
     times,
@@ -131,9 +135,10 @@ def page_lock(measured: Mapping[str, Any]) -> dict[str, Any]:
     return {**measured["page_lock"], "seconds": seconds, "seconds_per_gib": per_gib}
 
 
-def show(report: Mapping[str, Any]) -> None:
-    """Prints the tables, what could not run, and what page-locking cost."""
+def show(report: Mapping[str, Any], *, wide: bool = False) -> None:
+    """Prints the tables, or with ``wide`` all of them in one, what could not run, and what page-locking cost."""
     out, engine, nvme = console(), report["engine"], report["nvme"]
+    say_first(out, report["hardware"]["accelerator"])
     say(out, hardware_line(report["hardware"], report["ranks"]))
     say(
         out,
@@ -142,14 +147,18 @@ def show(report: Mapping[str, Any]) -> None:
         + ("" if nvme is None else f"; {swapped(nvme, engine)}"),
     )
     rows = [{**one, "name": _name(one)} for one in report["measurements"]]
-    if rows:
+    if rows and wide:
+        whole = make_table("steps and iterations", one_table(_STEPS, _ITERATIONS, _MEMORY), [rows])
+        console(WIDE, at_least=WIDE).print(whole)
+    elif rows:
         out.print(make_table("optimizer steps", _STEPS, [rows]))
         out.print(make_table("whole iterations", _ITERATIONS, [rows]))
         out.print(make_table("memory", _MEMORY, [rows]))
     if report.get("peers"):
         show_peers(out, report["peers"])
-    for entry in report["not_run"]:
-        say(out, f"not run: {entry['variant']}: {entry['reason']}")
+    say(out, "")
+    for sentence in reasons(report["not_run"], 1):
+        say(out, sentence)
     locking = report["page_lock"]
     if locking["seconds"]:
         what = "the masters" if nvme is None else "the swap buffers"

@@ -125,7 +125,7 @@ def make_parser() -> Parser:
         description=_DESCRIPTION,
         epilog=_EPILOG,
     )
-    add_common_options(made, ranks=None)
+    add_common_options(made, ranks=None, tables=False)
     add = made.add_argument
     add("--steps", type=count, default=20, metavar="N", help="of each run (default 20)")
     add(

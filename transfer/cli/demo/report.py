@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.text import Text
 
-from ..measuring.report import Column, console, hardware_line, make_table, number, say
+from ..measuring.report import Column, console, hardware_line, make_table, number, say, say_first
 
 
 def _differing(elements: int | None) -> str | Text:
@@ -32,11 +32,10 @@ def show(report: Mapping[str, Any]) -> None:
     ours, alone = report["runs"]
     rows = [{**run, "first_loss": run["losses"][0], "last_loss": run["losses"][-1]} for run in (ours, alone)]
     rows[0]["differing"], rows[1]["copies"] = report["elements_that_differ"], None
+    say_first(out, report["accelerator"])
     say(out, hardware_line(report["hardware"], report["ranks"]))
     out.print(make_table("", _COLUMNS, [rows]))
     say(out, _verdict(ours, report["elements_that_differ"], report["elements"]))
-    if report["accelerator"] == "simulated":
-        say(out, "The accelerator is simulated, so the times say nothing about a real one.")
 
 
 def _verdict(ours: Mapping[str, Any], differing: int, elements: int) -> str:

@@ -127,8 +127,8 @@ class Link(Baseline):
             self.accelerator.enqueue_copy(target, values)
 
 
-class ProposedRing(PinnedStagedTransfer):
-    summary = "the staging ring as first proposed: two pinned buffers of 2^26 elements"
+class PlainRing(PinnedStagedTransfer):
+    summary = "a plain staging ring: two pinned buffers of 2^26 elements"
 
 
 def make_baselines(accelerator: Accelerator, dtype: torch.dtype) -> dict[str, HostToDeviceTransfer]:
@@ -136,7 +136,7 @@ def make_baselines(accelerator: Accelerator, dtype: torch.dtype) -> dict[str, Ho
     return {
         LINK: Link(accelerator, dtype),
         DEEPSPEED: DeepSpeedCopy(accelerator, dtype),
-        RING: ProposedRing(RING_CONFIG, accelerator),
+        RING: PlainRing(RING_CONFIG, accelerator),
         "pinned master": PinnedMaster(accelerator, dtype),
         "pinned low-precision copy": PinnedLowPrecision(accelerator, dtype),
     }

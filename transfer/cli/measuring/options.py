@@ -10,8 +10,17 @@ from typing import Any
 from .quantities import count
 
 
-def add_common_options(parser: argparse.ArgumentParser, *, ranks: int | None = 1, strategies: bool = False) -> None:
-    """Adds the options that every command has, and ``--strategies``, which ``choices`` reads, where it is asked for."""
+def add_common_options(
+    parser: argparse.ArgumentParser, *, ranks: int | None = 1, strategies: bool = False, tables: bool = True
+) -> None:
+    """Adds the options that every command has.
+
+    Args:
+        parser: The command's.
+        ranks: The default of ``--ranks``; None: one for each device.
+        strategies: Whether there is ``--strategies``, which ``choices`` reads.
+        tables: Whether there is ``--wide``.
+    """
     add = parser.add_argument
     default = ranks or "one for each device, at most 2"
     add("--ranks", type=count, default=ranks, metavar="N", help=f"processes at the same time (default: {default})")
@@ -19,6 +28,8 @@ def add_common_options(parser: argparse.ArgumentParser, *, ranks: int | None = 1
     add("--config", metavar="FILE", help="a YAML file with strategies' sections; default: $H2D_CONFIG")
     add("--threads", type=count, metavar="N", help="host threads of each rank")
     add("--json", action="store_true", help="print the result as JSON, with every raw measurement")
+    if tables:
+        add("--wide", action="store_true", help="all columns in one table, in lines of more than 80 columns")
     if strategies:
         text = "only these, or without a name baselines alone; default: all"
         add("--strategies", nargs="*", metavar="NAME", help=text)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rich.box import SIMPLE_HEAD
@@ -16,9 +16,14 @@ from rich.table import Table
 from rich.text import Text
 
 from ...nvme.mounts import MEMORY_FILE_SYSTEMS
+from .quantities import format_count
 
 #: Of lines; where the output is no terminal, its width is unknown. Tables fit into 80.
 _UNKNOWN_WIDTH = 180
+#: In a narrower terminal lines are broken by it; in tables, names would be cut.
+_NARROWEST = 80
+#: Of `--wide`.
+WIDE = 240
 
 
 def slowest(seconds_by_rank: Sequence[Sequence[float]]) -> list[float]:
@@ -88,10 +93,17 @@ def make_table(title: str, columns: Sequence[Column], groups: Iterable[Sequence[
     return Group("", Text(title, style="italic"), table)
 
 
-def console(width: int = _UNKNOWN_WIDTH) -> Console:
-    """Writes to the standard output of the moment; ``width`` is that of lines where the output is no terminal."""
+def console(width: int = _UNKNOWN_WIDTH, at_least: int = _NARROWEST) -> Console:
+    """Writes to the standard output of the moment.
+
+    Args:
+        width: Of lines, where the output is no terminal.
+        at_least: Of lines in a terminal, which breaks them where it is narrower.
+    """
     out = Console(file=sys.stdout, highlight=False)
-    return out if out.is_terminal else Console(file=sys.stdout, highlight=False, width=width)
+    if out.is_terminal and out.width >= at_least:
+        return out
+    return Console(file=sys.stdout, highlight=False, width=at_least if out.is_terminal else width)
 
 
 def say(out: Console, sentence: str) -> None:
@@ -101,6 +113,30 @@ def say(out: Console, sentence: str) -> None:
 
 def plural(count: int, what: str) -> str:
     return f"{count} {what}{'s' * (count != 1)}"
+
+
+def one_table(*tables: Sequence[Column]) -> list[Column]:
+    """The columns of several tables of the same rows, each once."""
+    return list({column.key: column for table in tables for column in table}.values())
+
+
+def reasons(not_run: Iterable[Mapping[str, Any]], cases: int) -> Iterator[str]:
+    """Why variants could not run, each reason once, with the sizes that it is for unless it is for all ``cases``."""
+    sizes: dict[tuple[str, str], list[int | None]] = {}
+    for entry in not_run:
+        sizes.setdefault((entry["variant"], entry["reason"]), []).append(entry.get("elements"))
+    for (variant, reason), of in sizes.items():
+        some = [format_count(size) for size in dict.fromkeys(of) if size is not None] if len(of) < cases else []
+        yield f"not run: {variant}: {reason}" + (f" ({', '.join(some)} elements)" if some else "")
+
+
+def say_first(out: Console, accelerator: str) -> None:
+    """Says before any figure that there is no device, if so."""
+    if accelerator == "simulated":
+        out.print(Text("The accelerator is simulated: this tests bits, not speed.", style="bold yellow"))
+    elif accelerator == "cpu":
+        what = "There is no accelerator here: copies stay in host memory, and no figure is of a device."
+        out.print(Text(what, style="bold yellow"))
 
 
 def hardware_line(hardware: Mapping[str, Any], ranks: int) -> str:

@@ -59,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
     profile = MachineProfile.model_validate(measured)
     file = profile.save(options.output)
     report = {**_HEAD, "file": file, "profile": measured, "best": best_settings(profile), "choices": choices(profile)}
-    tell(report, options, lambda _report: show(profile, file))
+    tell(report, options, lambda _report: show(profile, file, wide=options.wide))
     return 0
 
 

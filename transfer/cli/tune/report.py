@@ -11,7 +11,7 @@ from ...measured.profile import WORTH_MORE, Drive, MachineProfile, StrategyTimes
 from ...registry import get_strategy
 from ...stats import format_bytes
 from ..measuring.quantities import format_count
-from ..measuring.report import Column, console, file_system_name, make_table, number, plural, say
+from ..measuring.report import WIDE, Column, console, file_system_name, make_table, number, plural, say, say_first
 
 #: Elements of the copies for which a choice is shown.
 TYPICAL_ELEMENTS = (2**20, 2**24, 2**28)
@@ -66,9 +66,10 @@ def config_yaml(profile: MachineProfile) -> str:
     return "\n".join(lines)
 
 
-def show(profile: MachineProfile, file: str) -> None:
+def show(profile: MachineProfile, file: str, *, wide: bool = False) -> None:
     """Prints what was measured, what follows from it, a configuration, and the file's name."""
-    out, machine, measured = console(), profile.machine, profile.measured
+    out, machine, measured = console(*((WIDE, WIDE) if wide else ())), profile.machine, profile.measured
+    say_first(out, machine.accelerator)
     say(
         out,
         f"{machine.device}; {machine.cpu}, {machine.cores} cores; {plural(measured.ranks, 'rank')} with "
@@ -76,6 +77,7 @@ def show(profile: MachineProfile, file: str) -> None:
     )
     for field, title in _TIMES.items():
         out.print(_copies(profile, field, title))
+    say(out, "")
     for name, reason in profile.not_measured.items():
         say(out, f"not measured: {name}: {reason}")
     if profile.optimizer is not None:
