@@ -13,6 +13,8 @@ from collections.abc import Sequence
 #: Sub-command -> where its ``main(arguments) -> exit status`` is, and what it does.
 COMMANDS = {
     "doctor": ("transfer.cli.doctor.command", "is this machine fit, and would it be served?"),
+    "plan": ("transfer.cli.plan.command", "what would this job gain? computed, before anything is run"),
+    "trace": ("transfer.cli.trace.command", "what copies cost in a trace of torch's profiler"),
     "demo": ("transfer.cli.demo.command", "train a small model with and without, and compare every bit"),
     "run": ("transfer.cli.run", "run a training script, unchanged, with every engine served"),
     "explain": ("transfer.cli.explain.command", "what is chosen for each sub-group, why, what would change it"),

@@ -50,6 +50,10 @@ def serve(deepspeed: Any) -> None:
 
         zero3.install()
         summary.speak(_say, _tell_command)
+        if os.environ.get("H2D_COMPARE"):
+            from transfer.cli import comparing
+
+            comparing.begin(_say)
     except Exception as error:  # noqa: BLE001 - it is raised where an engine is asked for
         reason, cause = "ZeRO-3 cannot be served: " + "; ".join(str(error).splitlines()), error
         _say(reason)

@@ -13,26 +13,18 @@ from pydantic import BaseModel
 from ..errors import ConfigError, ConfigFileError, ConfigFileNotFoundError, ConfigProblem
 from ..schema.problems import format_value, validated
 from ..schema.yaml_file import read_yaml
+from .place import ENVIRONMENT_VARIABLE
+from .place import default_path as default_path
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
 #: The key of the file under which everything stands.
 ROOT = "machine_profile"
-#: Names the profile to use where no path is given as an argument.
-ENVIRONMENT_VARIABLE = "H2D_PROFILE"
 
 _HEADER = """\
 # How fast this machine moves values from host memory to the device. `h2d tune` has measured and written it;
 # `strategy: measured` reads it. Measure again after a change of hardware, driver, torch, ranks or host threads.
 """
-
-
-def default_path() -> Path:
-    """``$XDG_CACHE_HOME/host-to-device-transfer/profile.yaml``, by default under ``~/.cache``."""
-    cache = os.environ.get("XDG_CACHE_HOME", "")
-    # The specification of that variable says that a relative path is to be ignored.
-    folder = Path(cache) if Path(cache).is_absolute() else Path("~/.cache").expanduser()
-    return folder / "host-to-device-transfer" / "profile.yaml"
 
 
 def load_profile(model: type[ModelT], version: int, path: str | os.PathLike[str] | None = None) -> ModelT | None:

@@ -6,10 +6,11 @@ A record stands for one transfer and keeps nothing of it alive, so it takes the 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from multiprocessing import parent_process, util
 from typing import Any
@@ -89,6 +90,16 @@ _process = _Process()
 def speak(say: Callable[[str], object], on_engine: Callable[[], object]) -> None:
     """Has ``say`` called with each line, and ``on_engine`` when an engine is served by another transfer than before."""
     _process.say, _process.on_engine = say, on_engine
+
+
+@contextlib.contextmanager
+def silence() -> Iterator[None]:
+    """A block in which nothing is said when an engine is attached."""
+    say, _process.say = _process.say, lambda _: None
+    try:
+        yield
+    finally:
+        _process.say = say
 
 
 def of(attachment: Attachment) -> Record:

@@ -24,6 +24,21 @@ def count(text: str) -> int:
     return value
 
 
+def positive(text: str) -> float:
+    """A number above 0, such as a rate in GB/s.
+
+    Raises:
+        argparse.ArgumentTypeError: It is something else.
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e6:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, such as 55 or 2.5, not {text!r}")
+    return value
+
+
 def dtype_name(text: str) -> str:
     """The name that torch has for a floating-point dtype.
 
