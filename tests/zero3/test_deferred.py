@@ -265,14 +265,46 @@ def test_swap_buffers_are_released_before_deepspeed_reuses_them(simulated, optim
     assert transfer.page_locked_bytes == 0, "the buffers belong to others"
 
 
-@pytest.mark.parametrize("special", [{"zenflow": True}, {"superoffload_cpu_optimizer": object()}])
-def test_optimizers_with_an_order_of_their_own_wait_at_once(simulated, optimizer, special, config):
-    vars(optimizer).update(special)
+def test_zenflow_waits_at_once(simulated, optimizer, config):
+    optimizer.zenflow = True
     transfer = build_transfer({**config, "fallback": True}, simulated)
     zero3.attach(optimizer, transfer)
     optimizer.step()
     assert optimizer.seen_at_update[2] == [after(0), after(1), BEFORE]
     assert transfer.page_locked_bytes == 0, "they move their masters into shared memory"
+
+
+def in_shared_memory(optimizer):
+    """As SuperOffload leaves its masters: the storage stays, and its memory is another one."""
+    optimizer.superoffload_cpu_optimizer = object()
+    for master in optimizer.fp32_partitioned_groups_flat:
+        master.share_memory_()
+
+
+def test_superoffload_is_deferred_and_page_locked_once_masters_are_shared(simulated, optimizer, config):
+    optimizer.superoffload_cpu_optimizer = object()
+    transfer = build_transfer({**config, "fallback": True}, simulated)
+    zero3.attach(optimizer, transfer)
+    optimizer.step()
+    assert transfer.page_locked_bytes == 0, "they will be moved into shared memory"
+    in_shared_memory(optimizer)
+    optimizer.step()
+    waited_for = [after(0, 2), after(1, 2), after(2)]
+    assert optimizer.seen_at_update[5] != waited_for
+    assert optimizer.seen_at_gather == [after(each, 2) for each in range(3)]
+    assert transfer.page_locked_bytes == (3 * 8 * 4 if config is DIRECT else 0)
+    zero3.detach(optimizer)
+    assert transfer.page_locked_bytes == 0
+
+
+def test_a_superoffload_that_was_not_read_waits_at_once(simulated, optimizer, monkeypatch, caplog):
+    in_shared_memory(optimizer)
+    monkeypatch.setattr("deepspeed.__version__", "0.18.1")
+    with caplog.at_level("INFO", "transfer"):
+        zero3.attach(optimizer, build_transfer(DIRECT, simulated))
+        optimizer.step()
+    assert optimizer.seen_at_update[2] == [after(0), after(1), BEFORE]
+    assert "waits at once: SuperOffload's step in DeepSpeed 0.18.1 was not read" in caplog.text
 
 
 def test_a_copy_that_is_refused_ends_the_step_with_its_error(simulated, optimizer, config):

@@ -335,3 +335,50 @@ def test_attach_leaves_a_deepspeed_that_moved_a_site_alone_and_says_so(simulated
             assert dict(vars(DeepSpeedZeroOptimizer_Stage3)) == before
             assert transfer.pinned_bytes == 0
     assert f"DeepSpeed {deepspeed.__version__} has no `{site}`" in caplog.text
+
+
+INSIDE = (
+    "_rigid_load_state_dict",
+    "load_hp_checkpoint_state_from_checkpoint_dir_stage3",
+    "load_module_checkpoint_state_from_checkpoint_dir_stage3",
+    "reload_states",
+    "_apply_muon_updates_cpu_offload",
+)
+
+
+def with_every_site_of_its_version():
+    """Those that this version of DeepSpeed has; older ones do not need the rest."""
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+    return [site for site in INSIDE if hasattr(DeepSpeedZeroOptimizer_Stage3, site)]
+
+
+@pytest.mark.parametrize("site", INSIDE)
+def test_a_function_that_copies_in_its_middle_and_has_moved_is_named(monkeypatch, site, caplog):
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+    if site not in with_every_site_of_its_version():
+        pytest.skip(f"DeepSpeed {deepspeed.__version__} is older than this function.")
+    with monkeypatch.context() as patched:
+        renamed(patched, DeepSpeedZeroOptimizer_Stage3, site)
+        zero3.install()
+        zero3.uninstall()
+    warnings = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    assert warnings
+    assert all(f"DeepSpeed {deepspeed.__version__} has no `{site}`" in each for each in warnings)
+    assert all("DeepSpeed's own code makes the copies of it" in each for each in warnings)
+
+
+def test_the_function_of_zenflow_that_has_moved_is_named(monkeypatch, caplog):
+    module = pytest.importorskip("deepspeed.runtime.zenflow.engine_stage3", reason="This DeepSpeed has no ZenFlow.")
+    with monkeypatch.context() as patched:
+        patched.delattr(module, "wait_last_update_and_copy")
+        zero3.install()
+        zero3.uninstall()
+    assert "has no `wait_last_update_and_copy`" in caplog.text
+
+
+def test_a_deepspeed_that_has_all_of_them_is_silent(caplog):
+    zero3.install()
+    zero3.uninstall()
+    assert caplog.text == ""

@@ -43,11 +43,13 @@ def untimed(line):
 
 
 PAGEABLE = {"strategy": "pageable"}
+#: What any engine with an offloaded optimizer has besides copy-backs.
+ALSO = "; also restore, reload_states"
 
 
 def test_the_first_line_and_the_last(said, simulated):
     train(SteppingStage3(simulated), build_transfer(PAGEABLE, simulated), steps=3)
-    assert said == ["engine", "serves 2 of 2 sub-groups of a ZeRO-3 engine by pageable, 0 bytes page-locked"]
+    assert said == ["engine", "serves 2 of 2 sub-groups of a ZeRO-3 engine by pageable, 0 bytes page-locked" + ALSO]
     assert summary.end()
     assert untimed(said[2]) == "6 copies (6 pageable), 96 bytes, TIME s waited; served 6 of 6 copy-backs"
     assert summary.end()
@@ -56,7 +58,7 @@ def test_the_first_line_and_the_last(said, simulated):
 
 def test_page_locked_bytes_are_said(said, simulated):
     train(SteppingStage3(simulated), build_transfer({"strategy": "pinned_direct"}, simulated))
-    assert said[1] == "serves 2 of 2 sub-groups of a ZeRO-3 engine by pinned_direct, 64 bytes page-locked"
+    assert said[1] == "serves 2 of 2 sub-groups of a ZeRO-3 engine by pinned_direct, 64 bytes page-locked" + ALSO
 
 
 def test_without_an_engine_nothing_is_said(said):
@@ -79,7 +81,7 @@ def test_masters_that_are_not_on_the_host(said, simulated):
     assert said[1].startswith(
         "serves 1 of 2 sub-groups of a ZeRO-3 engine by pageable, 0 bytes page-locked; left alone: 1, as "
     )
-    assert said[1].endswith("the masters are on cpu, the low-precision partitions on cpu")
+    assert said[1].endswith("the masters are on cpu, the low-precision partitions on cpu" + ALSO)
     assert "served 2 of 4 copy-backs: the masters are on " in said[-1]
 
 
@@ -88,8 +90,18 @@ def test_partitions_that_are_offloaded(said, simulated):
     optimizer.offload_param = True
     train(optimizer, build_transfer(PAGEABLE, simulated))
     summary.end()
+    assert said[1].endswith("; DeepSpeed's own: parameter fetch")
     reason = "the low-precision partition is offloaded, or is the master itself"
     assert said[-1] == f"served 0 of 2 copy-backs: {reason}"
+
+
+def test_what_an_engine_has_of_other_copies(said, simulated):
+    optimizer = Overlapping(simulated)
+    optimizer.zenflow_overlap_step = optimizer.use_muon = True
+    train(optimizer, build_transfer(PAGEABLE, simulated))
+    also, left = said[1].split("; ")[-2:]
+    assert also == "also ZenFlow's copy-back, Muon's momentum, restore, reload_states"
+    assert left == "DeepSpeed's own: gradients of SuperOffload and ZenFlow, ZenFlow's selected columns"
 
 
 def test_an_engine_that_made_no_step(said, simulated):
@@ -157,7 +169,7 @@ def test_a_process_of_multiprocessing_says_its_last_line_too():
     done = run_program(program)
     done.stdout = untimed(done.stdout)
     lines = [
-        "serves 2 of 2 sub-groups of a ZeRO-3 engine by pageable, 0 bytes page-locked\n",
+        f"serves 2 of 2 sub-groups of a ZeRO-3 engine by pageable, 0 bytes page-locked{ALSO}\n",
         "2 copies (2 pageable), 32 bytes, TIME s waited; served 2 of 2 copy-backs\n",
     ]
     succeeds(done, stdout="".join(lines))

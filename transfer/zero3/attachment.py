@@ -44,6 +44,8 @@ class Attachment:
         gradients: Those of the optimizer, where they go to the host once; else None.
         stream: Updates masters in memory tile by tile, from the first such update on.
         states: Those of swapped sub-groups, which pass through a step.
+        ended_steps: How many steps have come to the point where parameters are gathered.
+        is_ending: Whether a step is at that point.
     """
 
     transfer: HostToDeviceTransfer
@@ -56,6 +58,8 @@ class Attachment:
     gradients: HostGradients | None = None
     stream: TileStream | None = None
     states: SwappedStates = field(init=False)
+    ended_steps: int = 0
+    is_ending: bool = False
     _in_flight: list[tuple[int, int, InFlightCopy]] = field(default_factory=list)
     _interrupted: bool = False
     _masters: dict[int, weakref.ref[torch.UntypedStorage]] = field(default_factory=dict)  # those that were prepared
@@ -157,8 +161,8 @@ class Attachment:
 
         Called for every copy-back: the transfer alone knows what it holds, and may have been closed or refused before.
         """
-        if stage3.overrides_step:
-            return  # such an optimizer moves its masters, and page-locked memory must not move
+        if stage3.overrides_step and not master.is_shared():
+            return  # such an optimizer moves its masters to shared memory, and page-locked memory must not move
         if stage3.is_swapped(sub_group_id):
             self._swap_buffers.prepare(stage3)
             return

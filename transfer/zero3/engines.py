@@ -21,7 +21,7 @@ from ..config_file import ConfigLike, resolve_config
 from ..errors import AttachError, run_all
 from ..interface import HostToDeviceTransfer
 from ..routing import build_transfer
-from . import backward, checkpoint, finding, patching, stage3, step, summary
+from . import backward, checkpoint, finding, inside, patching, stage3, step, summary
 from .attachment import Attachment
 from .attachments import Installed, attachments
 from .config import config_for_engine
@@ -204,7 +204,13 @@ def _destroy(original: Callable[..., Any]) -> Callable[..., Any]:
     return patched
 
 
-_PATCHES: dict[str, Patch] = {**step.PATCHES, **backward.PATCHES, **checkpoint.PATCHES, stage3.DESTROY: _destroy}
+_PATCHES: dict[str, Patch] = {
+    **step.PATCHES,
+    **backward.PATCHES,
+    **checkpoint.PATCHES,
+    **inside.PATCHES,
+    stage3.DESTROY: _destroy,
+}
 
 
 def _add(optimizer: Any, attachment: Attachment) -> None:
@@ -231,6 +237,7 @@ def _begin(optimizer: Any, attachment: Attachment) -> None:
 
 def _patch(optimizer_class: type) -> None:
     patching.patch_class(optimizer_class, stage3.optimizer_classes(), _PATCHES)
+    inside.patch_modules()
 
 
 def _no_zero3(engine: Any) -> str:
@@ -249,6 +256,9 @@ def _can_serve(thing: Any) -> bool:
     missing, can_serve = stage3.moved(thing)
     if missing:
         _warn_of_moved(missing, "each copy-back waits at once" if can_serve else _NOTHING)
+    elsewhere = stage3.moved_inside(thing)
+    if elsewhere:
+        _warn_of_moved(elsewhere, "DeepSpeed's own code makes the copies of it")
     return can_serve
 
 

@@ -10,8 +10,8 @@ from typing import Any
 #: A decorator: takes the method that it replaces, and returns the function that takes its place.
 Patch = Callable[[Callable[..., Any]], Callable[..., Any]]
 
-#: The methods that are replaced now: class and name.
-active: set[tuple[type, str]] = set()
+#: What is replaced now: class or module, and name.
+active: set[tuple[Any, str]] = set()
 
 #: Each function that replaces a method, and the method.
 _originals: dict[Any, Callable[..., Any]] = {}
@@ -30,8 +30,8 @@ def patch_class(cls: type, known: list[type], patches: Mapping[str, Patch]) -> N
             patch(owner, name, decorator)
 
 
-def patch(owner: type, name: str, decorator: Patch) -> None:
-    """Replaces one method. Idempotent, also where other code has wrapped the replacement."""
+def patch(owner: Any, name: str, decorator: Patch) -> None:
+    """Replaces one method, or function of a module. Idempotent, also where other code has wrapped the replacement."""
     original = vars(owner)[name]
     if _leads_to_patch(original):
         return

@@ -38,7 +38,8 @@ class StepPlan:
         self._answers: dict[int, tuple[Any, bool]] = {}
         self.waits_because = why_wait(stage3, deferred=deferred)
         self.swapped = stage3.swapped()
-        self.in_tiles = self.waits_because is None and updates_in_parts(stage3.cpu_optimizer)
+        in_tiles = self.waits_because is None and not stage3.overrides_step
+        self.in_tiles = in_tiles and updates_in_parts(stage3.cpu_optimizer)
         self.passes: bool | None = None
         self._tiled: tuple[int, Any] | None = None  # what was copied in tiles, and from where to where
 
@@ -104,9 +105,9 @@ def why_wait(stage3: Stage3, *, deferred: bool) -> str | None:
     missing, _ = moved(stage3.optimizer)
     if missing:
         return f"there is no `{missing[0]}`"
-    if stage3.overrides_step:
-        return "SuperOffload and ZenFlow order a step differently"
-    unread = unread_version()
+    if stage3.is_zenflow:
+        return "ZenFlow orders a step differently"
+    unread = unread_version(superoffload=stage3.is_superoffload)
     if unread is not None:
         return unread
     updaters = stage3.updaters()

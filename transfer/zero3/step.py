@@ -147,11 +147,16 @@ def release(original: Callable[..., Any]) -> Callable[..., Any]:
 def post_step(original: Callable[..., Any]) -> Callable[..., Any]:
     def patched(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         attachment = attachments.get(optimizer)
-        if attachment is None:
+        if attachment is None or attachment.is_ending:  # SuperOffload's calls ZeRO-3's
             return original(optimizer, *args, **kwargs)
         attachment.finish()
+        attachment.ended_steps += 1
         summary.of(attachment).step(Stage3(optimizer))
-        result = original(optimizer, *args, **kwargs)
+        attachment.is_ending = True
+        try:
+            result = original(optimizer, *args, **kwargs)
+        finally:
+            attachment.is_ending = False
         attachment.states.settle()  # last: what cannot be written must not keep DeepSpeed from ending its step
         return result
 

@@ -21,7 +21,7 @@ from ..interface import HostToDeviceTransfer
 from ..routing import RoutedTransfer
 from ..stats import StrategyStats, format_bytes, merged
 from .attachment import Attachment
-from .stage3 import Stage3
+from .stage3 import LEFT, SERVED, Stage3, sites_of
 
 #: Events are called ``Train/H2D/<strategy>/<field of StrategyStats>``.
 PREFIX = "Train/H2D"
@@ -128,6 +128,11 @@ def attached(optimizer: Any, attachment: Attachment) -> None:
             line += f"; gradients go once, {format_bytes(attachment.gradients.saved_bytes)} given back"
         if alone:
             line += f"; left alone: {len(alone)}, as {_why_not(stage3, alone[0])}"
+        sites = sites_of(stage3)
+        also = [site.name for site in sites if site.answer == SERVED]
+        left = [site.name for site in sites if site.answer == LEFT]
+        line += f"; also {', '.join(also)}" if also else ""
+        line += f"; DeepSpeed's own: {', '.join(left)}" if left else ""
         _process.say(line)
 
 

@@ -24,6 +24,14 @@ CONFIGURE = "_configure_zero_optimizer"
 PARTITION_GRADS = "partition_grads"
 FINALIZE = "_finalize_offload_gradient_accumulation"
 HAS_OVERFLOW = "has_overflow"
+#: Those in whose middle copies go to the device: after a checkpoint was loaded, a universal one, one of parameters
+#: alone; after states were offloaded; and before a step of Muon's.
+RESTORE, RESTORE_UNIVERSAL = "_rigid_load_state_dict", "load_hp_checkpoint_state_from_checkpoint_dir_stage3"
+RESTORE_PARAMETERS = "load_module_checkpoint_state_from_checkpoint_dir_stage3"
+RELOAD = "reload_states"
+MUON = "_apply_muon_updates_cpu_offload"
+#: And ZenFlow's, a function of a module.
+ZENFLOW_WAIT = "wait_last_update_and_copy"
 
 #: The methods that a step's patches rely on: those that are replaced, and those that run in between.
 REPLACED = (STEP, UPDATE, COPY_BACK, RELEASE, POST_STEP)
@@ -31,6 +39,8 @@ SITES = (*REPLACED, PREPARE, "unscale_and_clip_grads")
 FLAT = ("fp16_partitioned_groups_flat", "fp32_partitioned_groups_flat")
 #: The first and the last version whose step was read.
 READ = (Version("0.16.0"), Version("0.19.8"))
+#: And those of SuperOffload's step.
+SUPEROFFLOAD_READ = (Version("0.18.9"), Version("0.19.8"))
 
 _ALL, _SINCE_0_17, _SINCE_0_18 = ("0.16.0", "0.19.8"), ("0.17.6", "0.19.8"), ("0.18.9", "0.19.8")
 _SINCE_0_19_8 = ("0.19.8", "0.19.8")
@@ -48,6 +58,11 @@ NAMES = {
     **dict.fromkeys(("__param_id_to_grad_partition", "grad_position", "get_param_id", "fp16_groups"), _ALL),
     **dict.fromkeys(("offload_optimizer_pin_memory", "torch_autocast_gradscaler"), _ALL),
     FINALIZE: ("0.19.6", "0.19.8"),
+    # What of it copies to the device in the middle
+    **dict.fromkeys((RESTORE, RESTORE_UNIVERSAL, RELOAD), _ALL),
+    RESTORE_PARAMETERS: ("0.19.3", "0.19.8"),
+    **dict.fromkeys((MUON, "use_muon"), _SINCE_0_19_8),
+    **dict.fromkeys((ZENFLOW_WAIT, "stale_param", "zenflow_overlap_step"), _SINCE_0_18),
     # Its swapper
     **dict.fromkeys(("optimizer_swapper", "swap_buffer_manager", "all_buffers", "used_buffer_index"), _ALL),
     **dict.fromkeys(("swap_params_info", "release_unswapped_gradients", "ds_id", "swap_folder"), _ALL),

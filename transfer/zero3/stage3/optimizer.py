@@ -42,7 +42,22 @@ class Stage3:
 
         They move masters into shared memory while the storage object stays, and order a step differently.
         """
-        return hasattr(self.optimizer, "superoffload_cpu_optimizer") or bool(getattr(self.optimizer, "zenflow", False))
+        return self.is_superoffload or self.is_zenflow
+
+    @property
+    def is_superoffload(self) -> bool:
+        """Whether another process updates the masters, one sub-group after the other, in memory shared with it."""
+        return hasattr(self.optimizer, "superoffload_cpu_optimizer")
+
+    @property
+    def is_zenflow(self) -> bool:
+        """Whether a part of the parameters is updated on the device, and the rest less often."""
+        return bool(getattr(self.optimizer, "zenflow", False))
+
+    def stale_master(self, sub_group_id: int) -> Any:
+        """The master of ZenFlow's update before, which its process has left; None while there is none."""
+        stale = getattr(self.master(sub_group_id), "stale_param", None)
+        return None if stale is None else stale.data
 
     @property
     def keeps_masters_in_memory(self) -> bool:
@@ -62,8 +77,14 @@ class Stage3:
 
     def helpers(self) -> list[Any]:
         """The other objects whose code runs in a step, and the optimizer itself."""
-        names = ("timers", "loss_scaler", "optimizer_swapper", "torch_autocast_gradscaler")
-        found = (getattr(self.optimizer, name, None) for name in names)
+        names = (
+            "timers",
+            "loss_scaler",
+            "optimizer_swapper",
+            "torch_autocast_gradscaler",
+            "superoffload_cpu_optimizer",
+        )
+        found = (getattr(self.optimizer, name, None) for name in (*names, "superoffload_cpu_optimizer"))
         return [self.optimizer, *found, getattr(self.cpu_optimizer, "ds_opt_adam", None)]
 
     def master(self, sub_group_id: int) -> Any:

@@ -4,12 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
-from .names import COPY_BACK, FLAT, READ, REPLACED, SITES
+from .names import (
+    COPY_BACK,
+    FLAT,
+    MUON,
+    NAMES,
+    READ,
+    RELOAD,
+    REPLACED,
+    RESTORE,
+    RESTORE_PARAMETERS,
+    RESTORE_UNIVERSAL,
+    SITES,
+    SUPEROFFLOAD_READ,
+    ZENFLOW_WAIT,
+)
+
+#: The methods in whose middle copies are made, which are replaced where there are.
+_INSIDE = (RESTORE, RESTORE_UNIVERSAL, RESTORE_PARAMETERS, RELOAD, MUON)
 
 
 def optimizer_classes() -> list[type]:
@@ -62,12 +80,32 @@ def _version(text: str) -> Version:
         return Version("0")
 
 
-def unread_version() -> str | None:
-    """That the step of this version of DeepSpeed was not read, or None if it was."""
-    version, (first, last) = deepspeed_version(), READ
+def zenflow_module() -> Any:
+    """Where ZenFlow's part of ZeRO-3 is, which the module of ZeRO-3 imports; None before 0.18."""
+    return sys.modules.get("deepspeed.runtime.zenflow.engine_stage3")
+
+
+def unread_version(*, superoffload: bool = False) -> str | None:
+    """That the step of this version of DeepSpeed, or SuperOffload's, was not read, or None if it was."""
+    version, (first, last) = deepspeed_version(), SUPEROFFLOAD_READ if superoffload else READ
     if first.release <= version.release <= last.release:
         return None
-    return f"the step of DeepSpeed {version} was not read, those of {first} to {last} were"
+    whose = "SuperOffload's step in" if superoffload else "the step of"
+    return f"{whose} DeepSpeed {version} was not read, those of {first} to {last} were"
+
+
+def moved_inside(thing: Any) -> list[str]:
+    """The functions in whose middle DeepSpeed copied, and which this version does not have.
+
+    Only DeepSpeed's own classes are asked. A version that is older than a function does not need it.
+    """
+    cls, version = thing if isinstance(thing, type) else type(thing), deepspeed_version()
+    if not issubclass(cls, tuple(optimizer_classes())):
+        return []
+    zenflow = zenflow_module()
+    owners = {**dict.fromkeys(_INSIDE, cls), **({ZENFLOW_WAIT: zenflow} if zenflow is not None else {})}
+    since = {name: Version(NAMES[name][0]) for name in owners}
+    return [name for name, owner in owners.items() if since[name] <= version and not hasattr(owner, name)]
 
 
 def moved(thing: Any) -> tuple[list[str], bool]:
