@@ -124,7 +124,7 @@ class Run:
 
     def offload(self):
         if not self.case.get("nvme"):
-            return {"device": "cpu", "pin_memory": self.case.get("pin", True)}
+            return {"device": "cpu", "pin_memory": self.case.get("pin", True), **self.case.get("offload", {})}
         folder = Path(os.environ["CHECKPOINTS"], "swap", self.case["name"], str(self.attached))
         pipeline = {"pipeline_read": True, "pipeline_write": True} if self.case["nvme"] == "pipelined" else {}
         return {"device": "nvme", "nvme_path": str(folder), "buffer_count": 12, "pin_memory": True, **pipeline}

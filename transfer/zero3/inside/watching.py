@@ -86,7 +86,8 @@ class WatchingMoves(TorchFunctionMode):
 
     def _move(self, source: Tensor, dtype: torch.dtype) -> Tensor | None:
         accelerator = self._transfer.accelerator
-        if not source.numel() or source.requires_grad or not source.is_contiguous():
+        source = source.detach()  # nothing in these functions is differentiated
+        if not source.numel() or not source.is_contiguous():
             return None
         if not accelerator.on_host(source) or accelerator.is_pinned(source):
             return None
