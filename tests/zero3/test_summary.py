@@ -97,7 +97,7 @@ def test_partitions_that_are_offloaded(said, simulated):
 
 def test_what_an_engine_has_of_other_copies(said, simulated):
     optimizer = Overlapping(simulated)
-    optimizer.zenflow_overlap_step = optimizer.use_muon = True
+    vars(optimizer).update(zenflow_overlap_step=True, use_muon=True)
     train(optimizer, build_transfer(PAGEABLE, simulated))
     also, left = said[1].split("; ")[-2:]
     assert also == "also ZenFlow's copy-back, Muon's momentum, restore, reload_states"

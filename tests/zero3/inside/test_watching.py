@@ -146,7 +146,7 @@ class ZenFlow(Stage3):
         self.zf_op = types.SimpleNamespace(zenflow_adam_wait=lambda *_: True)
         self.parent_conn = types.SimpleNamespace(recv=lambda: {"type": "done"})  # before 0.19
         for number, master in enumerate(self.fp32_partitioned_groups_flat):
-            master.stale_param = torch.full((8,), 5.0 + number).share_memory_()
+            vars(master)["stale_param"] = torch.full((8,), 5.0 + number).share_memory_()
         self.seen_at_gather = None
 
     def _post_step(self, timer_names):
