@@ -93,17 +93,17 @@ def make_table(title: str, columns: Sequence[Column], groups: Iterable[Sequence[
     return Group("", Text(title, style="italic"), table)
 
 
-def console(width: int = _UNKNOWN_WIDTH, at_least: int = _NARROWEST) -> Console:
+def console(width: int | None = None, at_least: int = _NARROWEST) -> Console:
     """Writes to the standard output of the moment.
 
     Args:
-        width: Of lines, where the output is no terminal.
+        width: Of lines, where the output is no terminal; None for the default.
         at_least: Of lines in a terminal, which breaks them where it is narrower.
     """
     out = Console(file=sys.stdout, highlight=False)
     if out.is_terminal and out.width >= at_least:
         return out
-    return Console(file=sys.stdout, highlight=False, width=at_least if out.is_terminal else width)
+    return Console(file=sys.stdout, highlight=False, width=at_least if out.is_terminal else width or _UNKNOWN_WIDTH)
 
 
 def say(out: Console, sentence: str) -> None:

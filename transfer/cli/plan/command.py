@@ -105,8 +105,7 @@ def make_parser() -> Parser:
     parser = Parser(
         prog="h2d plan",
         description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="Exit status: 0; 1 where the profile cannot be read; 2 where the arguments are wrong.",
+        epilog="Exit status: 0; 1 where the profile cannot be read;\n2 where the arguments are wrong.",
     )
     job, rates = parser.add_argument_group("the job"), parser.add_argument_group("the machine")
     job.add_argument("parameters", type=count, metavar="PARAMETERS", help="of the model, such as 32e9")

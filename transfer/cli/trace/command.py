@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -90,8 +89,7 @@ def make_parser() -> Parser:
     parser = Parser(
         prog="h2d trace",
         description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="Exit status: 0; 1 where the file has no answer; 2 where the arguments are wrong.",
+        epilog="Exit status: 0; 1 where the file has no answer;\n2 where the arguments are wrong.",
     )
     parser.add_argument("file", metavar="FILE", help="as `export_chrome_trace` writes it: .json, or packed as .json.gz")
     link = "of the link (default: what large pinned copies of the trace reach, else 52.7)"
