@@ -84,7 +84,7 @@ def test_a_right_deepspeed_config(write, capsys):
     assert status == 0
     assert out.splitlines()[0] == f"{path}: no mistakes (DeepSpeed JSON)"
     assert "`ratio` is 0.8" in out
-    assert "`zenflow` is on" in out
+    assert "ZenFlow is on" in out
     assert "no key" not in out
 
 

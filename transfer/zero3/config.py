@@ -13,7 +13,7 @@ from ..config_file import ConfigLike, resolve_config
 from ..errors import ConfigError, ConfigProblem
 from ..schema.environment import ENVIRONMENT_VARIABLE, environment_path
 from ..schema.problems import format_value
-from .stage3 import deepspeed_config, zero_config
+from .stage3 import asks_for_zenflow, deepspeed_config, zero_config
 
 #: Top-level key of a DeepSpeed config that holds our section, or the path of a YAML file with it.
 SECTION = "host_to_device_transfer"
@@ -84,8 +84,8 @@ def why_not_served(given: Mapping[str, Any]) -> list[str]:
         found.append(f"`ratio` is {offload['ratio']}: the rest of the sub-groups stays on the device, with DeepSpeed.")
     if isinstance(parameters, Mapping) and parameters.get("device") == "nvme":
         found.append("`offload_param.device` is `nvme`: parameters in files stay with DeepSpeed's own code.")
-    if zero.get("zenflow"):
-        found.append("`zenflow` is on: copy-backs wait at once, and those that its overlap makes are not served.")
+    if asks_for_zenflow(zero):
+        found.append("ZenFlow is on: each copy-back is served, and waits at once.")
     if offload.get("super_offload"):
         found.append("`super_offload` is on: each copy-back is served, and waits at once.")
     return found

@@ -18,7 +18,7 @@ VARIABLE, FILE_VARIABLE = "H2D_COMPARE", "H2D_COMPARE_JSON"
 def begin(say: Callable[[str], object]) -> None:
     """Lets the first ZeRO-3 engine of this process that makes a step be compared, if that was asked for.
 
-    DeepSpeed's ``DeepSpeedEngine.step`` is wrapped: the public call that ends an iteration, under every framework.
+    ``step`` of DeepSpeed's engine is wrapped: the public call that ends an iteration, under every framework.
 
     Args:
         say: Writes a line for people.

@@ -35,6 +35,7 @@ from .optimizer import Stage3, SwapFile, buffers_of
 from .sites import COPY_SITES, IMPOSSIBLE, LEFT, SERVED, Site, sites_of, table
 from .swapped import SwappedState
 from .versions import (
+    asks_for_zenflow,
     deepspeed_config,
     deepspeed_version,
     engine_class,
@@ -80,6 +81,7 @@ __all__ = [
     "Stage3",
     "SwapFile",
     "SwappedState",
+    "asks_for_zenflow",
     "buffers_of",
     "computes_at_once",
     "deepspeed_config",

@@ -65,6 +65,11 @@ def zero_config(engine: Any) -> Any:
     return getattr(getattr(engine, "_config", None), "zero_config", None)
 
 
+def asks_for_zenflow(section: Mapping[str, Any]) -> bool:
+    """Whether a section ``zero_optimization`` asks for ZenFlow."""
+    return bool(section.get("zenflow"))
+
+
 def deepspeed_version() -> Version:
     """The version of DeepSpeed; 0 for one that is no version."""
     import deepspeed
