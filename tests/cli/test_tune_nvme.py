@@ -11,7 +11,7 @@ from transfer import MachineProfile, SwapError, cli, load_config
 from transfer.cli.measuring.ranks import Ranks
 from transfer.cli.tune import drive as tune_drive
 from transfer.cli.tune import report as tune_report
-from transfer.cli.tune.drive import REQUESTS, THREADS, Bounds, measure_drive
+from transfer.cli.tune.drive import MIXED_REQUESTS, MIXED_THREADS, REQUESTS, THREADS, Bounds, measure_drive
 from transfer.measured.profile import Drive
 from transfer.nvme.mounts import file_system
 
@@ -19,6 +19,7 @@ pytestmark = pytest.mark.slow
 
 TINY = ["--accelerator", "simulated", "--elements", "1000", "--quick"]
 SMALL = Bounds(file_bytes=2**16, cell_seconds=0.001)
+MIXED = [(request_bytes, threads) for request_bytes in MIXED_REQUESTS for threads in MIXED_THREADS]
 CELLS = [(request_bytes, threads) for request_bytes in REQUESTS for threads in THREADS]
 
 
@@ -46,10 +47,13 @@ def test_every_combination_is_measured_and_kept(tmp_path, capsys):
     assert drive.file_system == file_system(directory)
     assert [(one.request_bytes, one.threads) for one in drive.rates] == CELLS
     assert {drive.best_read, drive.best_write} <= set(drive.rates)
+    assert [(one.request_bytes, one.threads) for one in drive.mixed] == MIXED
+    assert drive.best_mixed in drive.mixed
     assert not files_in(directory)
     out = capsys.readouterr().out
     assert f"GB/s of each rank, read on {drive.file_system}" in out
     assert "Best read: " in out
+    assert "Best of both at once: " in out
     text = out[out.index("transfer:") : out.index("\nWritten to")]
     (tmp_path / "h2d.yaml").write_text(text)
     section = load_config(tmp_path / "h2d.yaml").section("nvme_swapped")
@@ -126,11 +130,12 @@ def test_bytes_and_time_are_bounded(tmp_path, monkeypatch):
         monkeypatch.setattr(os, name, lambda *given, real=real: moved.append(real(*given)) or moved[-1])
     measure_drive(str(tmp_path), Ranks(), Bounds(file_bytes=2**23, cell_seconds=60))
     tried = 4096  # written to see whether O_DIRECT works
-    assert sum(moved) <= tried + 2**23 * (1 + 2 * len(CELLS))
+    assert sum(moved) <= tried + 2**23 * (1 + 2 * len(CELLS) + len(MIXED))
     moved.clear()
     measure_drive(str(tmp_path), Ranks(), Bounds(file_bytes=2**26, fill_seconds=0, cell_seconds=0))
     # One request of each thread, where there is so much; the file is filled by four threads.
-    assert sum(moved) <= tried + 4 * REQUESTS[-1] + 2 * sum(request_bytes * threads for request_bytes, threads in CELLS)
+    cells = sum(request_bytes * threads for request_bytes, threads in (*CELLS, *MIXED))
+    assert sum(moved) <= tried + 4 * REQUESTS[-1] + 2 * cells
 
 
 def test_the_slowest_rank_counts(tmp_path):
@@ -146,7 +151,11 @@ def test_the_slowest_rank_counts(tmp_path):
     two = Two()
     drive = Drive.model_validate(measure_drive(str(tmp_path), two, SMALL))
     assert [one.written_bytes_per_second for one in drive.rates] == [rate / 2 for rate in two.rates[: len(CELLS)]]
-    assert [one.read_bytes_per_second for one in drive.rates] == [rate / 2 for rate in two.rates[len(CELLS) :]]
+    assert [one.read_bytes_per_second for one in drive.rates] == [
+        rate / 2 for rate in two.rates[len(CELLS) :][: len(CELLS)]
+    ]
+    mixed = [(one.written_bytes_per_second, one.read_bytes_per_second) for one in drive.mixed]
+    assert [each for pair in mixed for each in pair] == [rate / 2 for rate in two.rates[2 * len(CELLS) :]]
 
 
 def test_more_threads_and_larger_requests_only_where_they_pay():
@@ -158,3 +167,27 @@ def test_more_threads_and_larger_requests_only_where_they_pay():
 
     assert best((1, 1, 50, 98), (2, 4, 99, 99), (1, 4, 98.5, 99), (1, 8, 100, 100)) == [(1, 4), (1, 1)]
     assert best((1, 1, 50, 100), (1, 8, 100, 50)) == [(1, 8), (1, 1)]
+
+
+def test_of_both_at_once_the_slower_one_counts():
+    names = ("request_bytes", "threads", "read_bytes_per_second", "written_bytes_per_second")
+    rates = [
+        dict(zip(names, rate, strict=True))
+        for rate in ((1, 1, 99, 20), (2, 2, 60, 61), (2, 4, 60.5, 90), (1, 8, 61, 10))
+    ]
+    drive = Drive(file_system="xfs", direct=True, rates=rates[:1], mixed=rates)
+    assert (drive.best_mixed.request_bytes, drive.best_mixed.threads) == (2, 2)
+    assert Drive(file_system="xfs", direct=True, rates=rates).best_mixed is None
+
+
+def test_both_at_once_write_and_read_other_halves_of_the_file(tmp_path, monkeypatch):
+    seen = {"pwritev": set(), "preadv": set()}
+    for name, offsets in seen.items():
+        real = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *given, real=real, offsets=offsets: offsets.add(given[2]) or real(*given))
+    monkeypatch.setattr(tune_drive, "REQUESTS", (2**22,))
+    monkeypatch.setattr(tune_drive, "THREADS", (1,))
+    measure_drive(str(tmp_path), Ranks(), Bounds(file_bytes=2**24, cell_seconds=60))
+    half = 2**23
+    assert seen["preadv"] >= {2**20 * number for number in range(8)}
+    assert {offset for offset in seen["pwritev"] if offset >= half} >= {half + 2**20 * number for number in range(8)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Annotated, Any, Literal
 
@@ -173,27 +174,36 @@ class Drive(ConfigModel):
     Attributes:
         file_system: Its type, such as ``ext4``.
         direct: Whether the files were written and read past the page cache. False: the rates include the cache's.
-        rates: Every combination of threads and request that was measured.
+        rates: Every combination of threads and request that was measured, reading and writing one after the other.
+        mixed: The same while as many threads read as write: what ZeRO-3's state in files does. None: not measured.
     """
 
     file_system: StrictStr
     direct: StrictBool
     rates: Annotated[tuple[DriveRate, ...], AfterValidator(_some)]
+    mixed: Annotated[tuple[DriveRate, ...], AfterValidator(_some)] | None = None
 
     @property
     def best_read(self) -> DriveRate:
         """The fewest threads, and then the smallest requests, that read within 2% of the highest rate."""
-        return self._best("read_bytes_per_second")
+        return _best(self.rates, lambda one: one.read_bytes_per_second)
 
     @property
     def best_write(self) -> DriveRate:
         """As ``best_read``, of writing."""
-        return self._best("written_bytes_per_second")
+        return _best(self.rates, lambda one: one.written_bytes_per_second)
 
-    def _best(self, field: str) -> DriveRate:
-        enough = max(getattr(one, field) for one in self.rates) * (1 - WORTH_MORE)
-        fast = [one for one in self.rates if getattr(one, field) >= enough]
-        return min(fast, key=lambda one: (one.threads, one.request_bytes))
+    @property
+    def best_mixed(self) -> DriveRate | None:
+        """As ``best_read``, of the slower one of reading and writing at once; None where that was not measured."""
+        if self.mixed is None:
+            return None
+        return _best(self.mixed, lambda one: min(one.read_bytes_per_second, one.written_bytes_per_second))
+
+
+def _best(rates: Sequence[DriveRate], rate: Callable[[DriveRate], float]) -> DriveRate:
+    enough = max(map(rate, rates)) * (1 - WORTH_MORE)
+    return min((one for one in rates if rate(one) >= enough), key=lambda one: (one.threads, one.request_bytes))
 
 
 class MachineProfile(ConfigModel):

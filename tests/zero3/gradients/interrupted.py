@@ -226,6 +226,19 @@ def pinned_memory_is_given_back():
     run.engine.destroy()
 
 
+def buffers_are_page_locked_again_where_the_transfer_was_closed():
+    run = Run({"pin": False}, True, 0)
+    buffer, transfer = run.zero.grad_partitions_flat_buffer, attachments.get(run.zero).transfer
+    iterate(run, 1)
+    assert run.accelerator.is_pinned(buffer)
+    transfer.close()  # as another engine does that shares it
+    assert not run.accelerator.is_pinned(buffer)
+    iterate(run, 2)
+    assert run.accelerator.is_pinned(buffer)
+    run.engine.destroy()
+    assert transfer.pinned_bytes == 0
+
+
 CASES = (
     a_copy_fails_in_a_step,
     what_fails_in_backward_is_raised_before_anything_is_updated,
@@ -234,6 +247,7 @@ CASES = (
     it_all_comes_back_when_it_is_detached,
     another_transfer_that_is_refused_changes_nothing,
     pinned_memory_is_given_back,
+    buffers_are_page_locked_again_where_the_transfer_was_closed,
 )
 
 if __name__ == "__main__":

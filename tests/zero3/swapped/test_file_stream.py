@@ -150,6 +150,21 @@ def test_threads_and_requests_are_those_of_the_machines_profile(tmp_path, monkey
     assert (len(threads["preadv"]), len(threads["pwritev"])) == (3, 1)
 
 
+def test_of_the_profile_reading_and_writing_at_once_counts(tmp_path, monkeypatch):
+    names = ("threads", "request_bytes", "read_bytes_per_second", "written_bytes_per_second")
+    one, both = (
+        DriveRate(**dict(zip(names, rate, strict=True))) for rate in ((1, 4096, 9.0, 9.0), (2, 8192, 5.0, 5.0))
+    )
+    drive = Drive(file_system="ext4", direct=True, rates=(one,), mixed=(both,))
+    training, sizes = Training(tmp_path, [TILE * 24], tile=TILE * 4, drive=drive), set()
+    for name in ("preadv", "pwritev"):
+        original = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *given, original=original: sizes.add(len(given[1][0])) or original(*given))
+    training.step()
+    training.close()
+    assert sizes == {8192}
+
+
 @pytest.mark.parametrize("late", ["preadv", "pwritev"])
 def test_late_requests_are_waited_for(training, monkeypatch, late):
     original = getattr(os, late)

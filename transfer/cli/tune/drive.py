@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from ...nvme.aligned_memory import ALIGNMENT_BYTES, aligned_empty, buffer_of
+from ...nvme.aligned_memory import ALIGNMENT_BYTES, aligned_empty, buffer_of, round_down
 from ...nvme.checksums import checksums_of
 from ...nvme.mounts import file_system
 from ...nvme.new_file import created, not_written
@@ -20,6 +20,9 @@ from ..measuring.raw_io import goes_past_the_cache, in_requests, move_all
 #: `nvme_swapped` reads one chunk of 16 MiB after the other: larger requests would leave threads without work.
 REQUESTS = (2**18, 2**20, 2**21, 2**22)
 THREADS = (1, 4, 8, 12, 16)
+#: While as many threads read as write. Smaller requests than these never were faster, where many are under way.
+MIXED_REQUESTS = (2**20, 2**21, 2**22)
+MIXED_THREADS = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,7 @@ def measure_drive(directory: str, ranks: Ranks, bounds: Bounds) -> dict[str, Any
     path = own.new_path("h2d-tune")
     owned = OwnedFile(path, own)
     cells = list(itertools.product(REQUESTS, THREADS))
+    mixed_cells = list(itertools.product(MIXED_REQUESTS, MIXED_THREADS))
     rates = []
     try:
         with created(path, bounds.file_bytes) as (cached, past), ThreadPoolExecutor(max(THREADS)) as pool:
@@ -50,19 +54,31 @@ def measure_drive(directory: str, ranks: Ranks, bounds: Bounds) -> dict[str, Any
             for writes, (request_bytes, threads) in itertools.product((True, False), cells):
                 ranks.barrier()
                 num_bytes, seconds = file.run(writes, request_bytes, threads, filled, bounds.cell_seconds)
-                rates.append(float(f"{num_bytes / max(seconds, 1e-9):.4g}"))
+                rates.append(_rate(num_bytes, seconds))
+            for request_bytes, threads in mixed_cells:
+                ranks.barrier()
+                both_at_once = file.run_both(request_bytes, threads, filled // 2, bounds.cell_seconds)
+                rates += [_rate(num_bytes, seconds) for num_bytes, seconds in both_at_once]
     except OSError as error:
         raise not_written(error, "the drive cannot be measured", path, bounds.file_bytes) from error
     finally:
         owned.delete()
     slowest = [min(of_ranks) for of_ranks in zip(*ranks.gather(rates), strict=True)]
     names = ("request_bytes", "threads", "written_bytes_per_second", "read_bytes_per_second")
-    both = zip(cells, slowest[: len(cells)], slowest[len(cells) :], strict=True)
+    written, read, mixed = (slowest[: len(cells)], slowest[len(cells) : 2 * len(cells)], slowest[2 * len(cells) :])
+    one_by_one = zip(cells, written, read, strict=True)
+    at_once = zip(mixed_cells, mixed[::2], mixed[1::2], strict=True)
     return {
         "file_system": file_system(own.path) or "unknown",
         "direct": all(ranks.gather(file.is_direct)),
-        "rates": [dict(zip(names, (*cell, *rates), strict=True)) for cell, *rates in both],
+        "rates": [dict(zip(names, (*cell, *rates), strict=True)) for cell, *rates in one_by_one],
+        "mixed": [dict(zip(names, (*cell, *rates), strict=True)) for cell, *rates in at_once],
     }
+
+
+def _rate(num_bytes: int, seconds: float) -> float:
+    """Bytes in a second, with four digits; above 0, which too short a time may say."""
+    return float(f"{max(num_bytes, 1) / max(seconds, 1e-9):.4g}")
 
 
 class _File:
@@ -71,7 +87,8 @@ class _File:
     def __init__(self, cached: int, past: int | None, pool: ThreadPoolExecutor) -> None:
         # Random, as some drives compress; one for each thread.
         noise = os.urandom(REQUESTS[-1])
-        self._memory = [aligned_empty(REQUESTS[-1]) for _ in range(max(THREADS))]
+        most = max(*THREADS, 2 * max(MIXED_THREADS))
+        self._memory = [aligned_empty(REQUESTS[-1]) for _ in range(most)]
         for memory in self._memory:
             buffer_of(memory)[:] = noise
         first = buffer_of(self._memory[0])[:ALIGNMENT_BYTES]
@@ -102,3 +119,31 @@ class _File:
         if writes and not self.is_direct:  # else the page cache would be what is written to
             os.fsync(self._descriptor)
         return moved, time.perf_counter() - started
+
+    def run_both(
+        self, request_bytes: int, threads: int, most_bytes: int, most_seconds: float
+    ) -> list[tuple[int, float]]:
+        """Writes the second half of the file while other threads read the first, each with ``threads``.
+
+        Returns:
+            Bytes, and the seconds that they took: of writing, and of reading.
+        """
+        if not self.is_direct and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        whole = round_down(most_bytes, min(request_bytes, ALIGNMENT_BYTES))
+
+        def half(writes: bool) -> tuple[int, float]:
+            call, begin, first = (os.pwritev, whole, 0) if writes else (os.preadv, 0, threads)
+
+            def move(thread: int, offset: int, length: int) -> None:
+                move_all(call, self._descriptor, buffer_of(self._memory[first + thread])[:length], begin + offset)
+
+            with ThreadPoolExecutor(threads) as pool:
+                started = time.perf_counter()
+                moved = in_requests(pool, threads, whole, request_bytes, move, most_seconds)
+                if writes and not self.is_direct:
+                    os.fsync(self._descriptor)
+                return moved, time.perf_counter() - started
+
+        with ThreadPoolExecutor(2) as halves:
+            return list(halves.map(half, (True, False)))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich.console import Console
 
 from ...measured.estimate import CANDIDATES, fastest, format_seconds
-from ...measured.profile import WORTH_MORE, Drive, MachineProfile, StrategyTimes
+from ...measured.profile import WORTH_MORE, Drive, DriveRate, MachineProfile, StrategyTimes
 from ...registry import get_strategy
 from ...stats import format_bytes
 from ..measuring.quantities import format_count
@@ -113,15 +114,38 @@ def _seconds(value: float | None) -> str:
 def _show_drive(out: Console, drive: Drive) -> None:
     refused = "through the page cache, as O_DIRECT is refused: not the drive's own rates"
     where = f"on {file_system_name(drive.file_system)}, {'past the page cache' if drive.direct else refused}"
-    threads = dict.fromkeys(one.threads for one in drive.rates)
+    for what, best, rate in (("read", drive.best_read, _read), ("written", drive.best_write, _written)):
+        out.print(_drive_table(f"GB/s of each rank, {what} {where}", drive.rates, rate))
+        _say_best(out, f"Best {what}", best, rate(best))
+    if drive.mixed is not None and drive.best_mixed is not None:
+        title = f"GB/s of each rank, read and written at once {where}: the slower of both"
+        out.print(_drive_table(title, drive.mixed, _slower))
+        _say_best(out, "Best of both at once", drive.best_mixed, _slower(drive.best_mixed))
+
+
+def _read(rate: DriveRate) -> float:
+    return rate.read_bytes_per_second
+
+
+def _written(rate: DriveRate) -> float:
+    return rate.written_bytes_per_second
+
+
+def _slower(rate: DriveRate) -> float:
+    return min(rate.read_bytes_per_second, rate.written_bytes_per_second)
+
+
+def _drive_table(title: str, rates: Sequence[DriveRate], value: Callable[[DriveRate], float]) -> Any:
+    threads = dict.fromkeys(one.threads for one in rates)
     columns = [Column("requests of", "request_bytes", format_bytes)]
     columns += [Column(plural(count, "thread"), str(count), number(".3g", scale=1e-9)) for count in threads]
-    for what, best in (("read", drive.best_read), ("written", drive.best_write)):
-        rows: dict[int, dict[str, Any]] = {}
-        for rate in drive.rates:
-            row = rows.setdefault(rate.request_bytes, {"request_bytes": rate.request_bytes})
-            row[str(rate.threads)] = getattr(rate, f"{what}_bytes_per_second")
-        out.print(make_table(f"GB/s of each rank, {what} {where}", columns, [list(rows.values())]))
-        speed = getattr(best, f"{what}_bytes_per_second") / 1e9
-        size = format_bytes(best.request_bytes)
-        say(out, f"Best {what}: {plural(best.threads, 'thread')}, requests of {size}, {speed:.3g} GB/s")
+    rows: dict[int, dict[str, Any]] = {}
+    for rate in rates:
+        row = rows.setdefault(rate.request_bytes, {"request_bytes": rate.request_bytes})
+        row[str(rate.threads)] = value(rate)
+    return make_table(title, columns, [list(rows.values())])
+
+
+def _say_best(out: Console, what: str, best: DriveRate, rate: float) -> None:
+    size = format_bytes(best.request_bytes)
+    say(out, f"{what}: {plural(best.threads, 'thread')}, requests of {size}, {rate / 1e9:.3g} GB/s")

@@ -55,6 +55,11 @@ class Buffers(list[Tensor]):
         prepared, self._prepared = self._prepared, []
         run_all([functools.partial(self._transfer.unprepare, buffer) for buffer in prepared])
 
+    def prepare(self) -> None:
+        """Page-locks again what the transfer has given back meanwhile, as when it was closed. Blocks then."""
+        for buffer in self._prepared:
+            self._transfer.prepare(buffer)
+
     def part(self, piece: Piece, begin: int) -> Tensor:
         """What is accumulated for a parameter whose part of each buffer begins at ``begin``."""
         return self[piece.current].narrow(0, begin, piece.parameter.numel)

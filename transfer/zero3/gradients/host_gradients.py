@@ -161,13 +161,14 @@ class HostGradients:
             yield
 
     def settle(self) -> None:
-        """Blocks until what reductions have queued is on the host."""
+        """Blocks until what reductions have queued is on the host. What they read and write there stays page-locked."""
         for event in self._events:
             event.synchronize()
         self._events.clear()
         for copy in self._copies:
             copy.wait()
         self._copies.clear()
+        self._buffers.prepare()
 
     def use(self, transfer: HostToDeviceTransfer) -> None:
         """Makes copies with another transfer from now on. Blocks. Nothing has changed where that fails."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from ...errors import SwapError, TransferError, run_all
 from ...in_flight import InFlightCopy
 from ...interface import HostToDeviceTransfer
-from ...measured.profile import Drive
+from ...measured.profile import Drive, DriveRate
 from .residents import Residents
 from .slots import Requests, Slot, SlotMemory, Tile
 
@@ -59,7 +59,7 @@ class FileStream:
         self._unwritten: list[Slot] = []  # what could not be written: the only good copy of that state
         self._updating: int | None = None  # the sub-group of which not all is updated, though the step is counted
         self._torn: str | None = None
-        rates = (None, None) if drive is None else (drive.best_read, drive.best_write)
+        rates = (None, None) if drive is None else _rates(drive)
         self._readers, self._writers = (
             Requests(THREADS, REQUEST_BYTES) if rate is None else Requests(rate.threads, rate.request_bytes)
             for rate in rates
@@ -280,3 +280,9 @@ class FileStream:
         self._written.popleft()
         if not slot.is_resident:
             self._free.append(slot)
+
+
+def _rates(drive: Drive) -> tuple[DriveRate, DriveRate]:
+    """Those of reading and of writing: at once, as far as that was measured."""
+    mixed = drive.best_mixed
+    return (drive.best_read, drive.best_write) if mixed is None else (mixed, mixed)
