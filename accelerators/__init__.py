@@ -8,7 +8,7 @@ neither torch nor deepspeed.
 
 from __future__ import annotations
 
-from . import builtin as _builtin  # noqa: F401 - registers the built-in accelerators
+from .base import BaseAccelerator
 from .errors import (
     AcceleratorError,
     AcceleratorRegistrationError,
@@ -31,6 +31,7 @@ __all__ = [
     "AcceleratorError",
     "AcceleratorRegistrationError",
     "AcceleratorUnavailableError",
+    "BaseAccelerator",
     "Capabilities",
     "Event",
     "InFlightError",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 
@@ -131,3 +132,21 @@ def _make(name: str, factory: Factory) -> Accelerator:
         raise AcceleratorUnavailableError(f"accelerator {name!r}: its factory {factory!r} failed: {error}") from error
     check_accelerator(accelerator, f"accelerator {name!r}: its factory {factory!r} returned")
     return accelerator
+
+
+def _deepspeed(name: str) -> Accelerator:
+    from .deepspeed_adapter import make
+
+    return make(name)
+
+
+def _simulated() -> Accelerator:
+    from .simulated.accelerator import SimulatedAccelerator
+
+    return SimulatedAccelerator()
+
+
+# Those that are registered from the start. Adding one is adding a name here.
+for _name in ("cpu", "cuda", "hpu", "klxpu", "mlu", "mps", "npu", "sdaa", "supa", "xpu"):
+    register_accelerator(_name, functools.partial(_deepspeed, _name))
+register_accelerator("simulated", _simulated)
