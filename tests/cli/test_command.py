@@ -1,6 +1,7 @@
 """The command itself, whatever the sub-command does."""
 
 import argparse
+import importlib
 import os
 import shutil
 import signal
@@ -116,6 +117,17 @@ def test_a_mistake_is_one_line_with_what_was_meant_and_one_that_points_to_help(c
     assert first.endswith(message) or first == message
     assert second.startswith("`h2d ")
     assert "--help` lists the " in second
+
+
+def test_every_report_as_json_has_a_version():
+    """Of its form; `schema` prints one that others define."""
+    reporting = set()
+    for name, (module, _) in cli.COMMANDS.items():
+        made = importlib.import_module(module).make_parser()
+        if any("--json" in action.option_strings for action in made._actions):
+            reporting.add(name)
+            assert importlib.import_module(module).SCHEMA_VERSION >= 1
+    assert {"doctor", "demo", "explain", "validate", "bench", "tune"} <= reporting
 
 
 def test_help_mistakes_and_completion_load_no_torch(tmp_path):

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from types import FrameType
 from typing import Any
 
@@ -32,12 +33,22 @@ def watch() -> None:
         _came = True
         signal.default_int_handler(number, frame)
 
-    before = sys.unraisablehook
+    before, process = sys.unraisablehook, os.getpid()
+
+    def again() -> None:
+        """Interrupts once more, when the main thread has left the hook: Python would drop it within that too."""
+        while True:
+            time.sleep(_AGAIN_SECONDS)
+            frame = sys._current_frames().get(threading.main_thread().ident or 0)
+            while frame is not None and frame.f_code is not unraisable.__code__:
+                frame = frame.f_back
+            if frame is None:
+                break
+        os.kill(process, signal.SIGINT)
 
     def unraisable(about: Any) -> None:
         if about.exc_type is not None and issubclass(about.exc_type, KeyboardInterrupt):
-            # Python drops it there, and would drop it within this function too.
-            threading.Timer(_AGAIN_SECONDS, os.kill, (os.getpid(), signal.SIGINT)).start()
+            threading.Thread(target=again, daemon=True).start()  # Python has dropped it
         else:
             before(about)
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
-import logging
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 
 from ..arguments import Parser
+from ..quiet import looking
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -45,8 +42,7 @@ def main(arguments: Sequence[str]) -> int:
     """Looks, and tells."""
     parser = make_parser()
     options = parser.parse_args(arguments)
-    print("Looking. This imports torch and DeepSpeed, which takes some seconds.", file=sys.stderr, flush=True)
-    with _quiet():
+    with looking():
         if options.accelerator is not None:
             from accelerators.registry import available_accelerators, explain_unknown
 
@@ -99,18 +95,6 @@ def _all(look: Callable[[], Iterable[Finding]]) -> list[Finding]:
     except Exception as error:  # noqa: BLE001 - a report with a gap is worth more than none
         found.append(unknown("look", f"failed: {type(error).__name__}: {error}"))
     return found
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Drops what libraries print and log while they are imported: the report says it."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            yield
-    finally:
-        logging.disable(before)
 
 
 def make_parser() -> Parser:

@@ -11,6 +11,7 @@ from typing import Any
 
 from ..arguments import Parser
 from ..measuring.quantities import count, dtype_name
+from ..quiet import looking
 
 SCHEMA_VERSION = 1
 
@@ -39,26 +40,27 @@ def main(arguments: Sequence[str]) -> int:
     """Asks for each size, and tells."""
     parser = make_parser()
     options = parser.parse_args(arguments)
-    import torch
-
     from accelerators import get_accelerator
     from accelerators.registry import available_accelerators, explain_unknown
 
-    from ...accelerator_choice import AcceleratorChoice
-    from ...config_file import resolve_config
-    from ..configurations import check
-    from .choices import Asker, budget
-
     if options.accelerator is not None and options.accelerator not in available_accelerators():
         parser.error(f"argument --accelerator: {explain_unknown(options.accelerator)}")
-    checked = check(options.file) if options.file is not None else None
-    if checked is not None and checked.config is None:
-        for problem in checked.problems:
+    with looking():
+        import torch
+
+        from ...accelerator_choice import AcceleratorChoice
+        from ...config_file import resolve_config
+        from ..configurations import check
+        from .choices import Asker, budget
+
+        checked = check(options.file) if options.file is not None else None
+        config = resolve_config(None) if checked is None else checked.config
+        wanted = options.accelerator or (config.accelerator if config is not None else None)
+        accelerator = AcceleratorChoice(wanted).resolve()
+    if config is None:
+        for problem in checked.problems if checked is not None else ():
             print(problem, file=sys.stderr)
         return 1
-    config = resolve_config(None) if checked is None or checked.config is None else checked.config
-    with contextlib.redirect_stdout(sys.stderr):  # where DeepSpeed tells what it has chosen
-        accelerator = AcceleratorChoice(options.accelerator or config.accelerator).resolve()
     if options.accelerator is None and accelerator.name == "cpu":
         print("There is no accelerator here: the simulated one stands for it.", file=sys.stderr)
         accelerator = get_accelerator("simulated")
