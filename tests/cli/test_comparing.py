@@ -111,7 +111,7 @@ def described(monkeypatch):
 
 def test_figures_are_those_of_the_slowest_rank_and_ratios_those_of_pairs(described):
     result = report.make([FIRST, SECOND], Device())
-    assert (result["schema"], result["ranks"]) == (1, 2)
+    assert (result["schema_version"], result["ranks"]) == (1, 2)
     deepspeed, ours = result["ways"]
     assert (deepspeed["way"], deepspeed["steps"], deepspeed["pairs"]) == (DEEPSPEED, 3, [0, 0, 1])
     assert ours["all_step_seconds"] == [1.0, 2.0]

@@ -238,7 +238,7 @@ def test_json(capsys):
     status, out = plan(capsys, "1e9", "--typical", "--nodes", "1", "2", "--json")
     assert status == 0
     report = json.loads(out)
-    assert (report["schema"], report["command"], report["profile"]) == (1, "plan", None)
+    assert (report["schema_version"], report["command"], report["profile"]) == (1, "plan", None)
     assert [each["job"]["nodes"] for each in report["plans"]] == [1, 2]
     one, two = (each["ways"][0] for each in report["plans"])
     assert one["name"] == "DeepSpeed"

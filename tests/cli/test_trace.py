@@ -78,7 +78,7 @@ def test_copies_of_a_step_are_those_counted_by_hand(tmp_path, capsys):
     status, out, _ = trace(capsys, write(tmp_path / "trace.json"), "--json")
     assert status == 0
     report = json.loads(out)
-    assert (report["schema"], report["command"], report["file"]) == (1, "trace", "trace.json")
+    assert (report["schema_version"], report["command"], report["file"]) == (1, "trace", "trace.json")
     assert (report["events"], report["steps"], report["step_seconds"]) == (len(SLOW), 2, 1.0)
     assert report["copies_outside_steps"] == 1
     groups = {one.pop("group"): one for one in report["groups"]}

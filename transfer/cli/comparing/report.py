@@ -16,7 +16,7 @@ from ..measuring.hardware import describe
 from ..measuring.report import Column, hardware_line, make_table, number, plural, say, slowest, spread_percent, verdict
 from .turns import DEEPSPEED, OURS
 
-SCHEMA = 1
+SCHEMA_VERSION = 1
 _WAYS = (DEEPSPEED, OURS)
 _COLUMNS = (
     Column("way", "way"),
@@ -52,7 +52,7 @@ def make(every: Sequence[Mapping[str, Any]], accelerator: Any) -> dict[str, Any]
             one[f"{name}_spread_percent"] = spread_percent(seconds)
         ways.append(one)
     return {
-        "schema": SCHEMA,
+        "schema_version": SCHEMA_VERSION,
         "command": "run --compare",
         "hardware": describe(accelerator),
         "ranks": len(every),

@@ -13,7 +13,7 @@ from . import checks
 from .machine import DEVICES, Machine, machine, of_profile
 from .model import Job, predict
 
-SCHEMA = 1
+SCHEMA_VERSION = 1
 _DEVICE = "h200"
 
 DESCRIPTION = """\
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
     from .report import show
 
     report = {
-        "schema": SCHEMA,
+        "schema_version": SCHEMA_VERSION,
         "command": "plan",
         "profile": None if profile is None else {key: profile[key] for key in ("ranks", "threads", "device")},
         "plans": plans,

@@ -14,7 +14,7 @@ from .figures import figures
 from .gathering import Facts, gather
 from .reading import TraceError, events
 
-SCHEMA = 1
+SCHEMA_VERSION = 1
 
 DESCRIPTION = """\
 Are copies from pageable memory my problem? Reads a trace that torch's profiler
@@ -54,7 +54,13 @@ def main(arguments: Sequence[str]) -> int:
     from .report import show, verdict
 
     found = figures(facts, options.link and options.link * 1e9)
-    report = {"schema": SCHEMA, "command": "trace", "file": Path(options.file).name, "events": count, **found}
+    report = {
+        "schema_version": SCHEMA_VERSION,
+        "command": "trace",
+        "file": Path(options.file).name,
+        "events": count,
+        **found,
+    }
     tell({**report, "verdict": verdict(found)}, options, show)
     return 0
 
