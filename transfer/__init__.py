@@ -19,8 +19,8 @@
 ``transfer.testing``    the conformance suite for strategies
 ======================  ==================================================================================
 
-``import transfer`` loads nothing else: not torch, not deepspeed. A name is loaded when it is asked for. The names in
-``__all__`` are the face; other names that can be imported from here are as public, and stay.
+``import transfer`` loads nothing else: not torch, not deepspeed. A name is loaded when it is asked for. ``dir`` and
+``help`` show the face; every name in ``__all__`` is as public, and stays.
 """
 
 from __future__ import annotations
@@ -29,62 +29,117 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .config import Rule as Rule
-    from .config import TransferConfig as TransferConfig
-    from .config import When as When
-    from .config_file import load_config as load_config
-    from .errors import AcceleratorFailedError as AcceleratorFailedError
-    from .errors import AttachError as AttachError
-    from .errors import ConfigError as ConfigError
-    from .errors import ConfigFileError as ConfigFileError
-    from .errors import ConfigFileNotFoundError as ConfigFileNotFoundError
-    from .errors import ConfigProblem as ConfigProblem
-    from .errors import FallbackWarning as FallbackWarning
-    from .errors import ForkedProcessError as ForkedProcessError
-    from .errors import GraphCaptureError as GraphCaptureError
-    from .errors import InferenceTensorError as InferenceTensorError
-    from .errors import InvalidTensorError as InvalidTensorError
-    from .errors import MachineProfileWarning as MachineProfileWarning
-    from .errors import NotATensorError as NotATensorError
-    from .errors import PinnedMemoryWarning as PinnedMemoryWarning
-    from .errors import StrategyRegistrationError as StrategyRegistrationError
-    from .errors import StrategyUnavailableError as StrategyUnavailableError
-    from .errors import SwapCorruptedError as SwapCorruptedError
-    from .errors import SwapError as SwapError
-    from .errors import SwapFileNotFoundError as SwapFileNotFoundError
-    from .errors import SwapNotADirectoryError as SwapNotADirectoryError
-    from .errors import SwapPermissionError as SwapPermissionError
-    from .errors import SwapSpaceError as SwapSpaceError
-    from .errors import TransferBusyError as TransferBusyError
-    from .errors import TransferError as TransferError
-    from .errors import TransferWarning as TransferWarning
-    from .errors import UnknownStrategyError as UnknownStrategyError
-    from .errors import UnsupportedDtypeError as UnsupportedDtypeError
-    from .errors import VerificationError as VerificationError
-    from .in_flight import EventCopy as EventCopy
-    from .in_flight import InFlightCopy as InFlightCopy
-    from .interface import HostToDeviceTransfer as HostToDeviceTransfer
-    from .measured.profile import MachineProfile as MachineProfile
-    from .memory.chunks import plan_chunks as plan_chunks
-    from .nvme import SwappedTensor as SwappedTensor
-    from .policy import Decision as Decision
-    from .policy import TransferPolicy as TransferPolicy
-    from .registry import get_strategy as get_strategy
-    from .registry import register_strategy as register_strategy
-    from .registry import strategy_names as strategy_names
-    from .registry import unregister_strategy as unregister_strategy
-    from .routing import build_transfer as build_transfer
-    from .schema.model import StrategyConfig as StrategyConfig
-    from .stats import StrategyStats as StrategyStats
-    from .strategies import NvmeSwappedConfig as NvmeSwappedConfig
-    from .strategies import NvmeSwappedTransfer as NvmeSwappedTransfer
-    from .strategies import PageableTransfer as PageableTransfer
-    from .strategies import PinnedDirectConfig as PinnedDirectConfig
-    from .strategies import PinnedDirectTransfer as PinnedDirectTransfer
-    from .strategies import PinnedStagedConfig as PinnedStagedConfig
-    from .strategies import PinnedStagedTransfer as PinnedStagedTransfer
+    from .config import Rule, TransferConfig, When
+    from .config_file import load_config
+    from .errors import (
+        AcceleratorFailedError,
+        AttachError,
+        ConfigError,
+        ConfigFileError,
+        ConfigFileNotFoundError,
+        ConfigProblem,
+        FallbackWarning,
+        ForkedProcessError,
+        GraphCaptureError,
+        InferenceTensorError,
+        InvalidTensorError,
+        MachineProfileWarning,
+        NotATensorError,
+        PinnedMemoryWarning,
+        StrategyRegistrationError,
+        StrategyUnavailableError,
+        SwapCorruptedError,
+        SwapError,
+        SwapFileNotFoundError,
+        SwapNotADirectoryError,
+        SwapPermissionError,
+        SwapSpaceError,
+        TransferBusyError,
+        TransferError,
+        TransferWarning,
+        UnknownStrategyError,
+        UnsupportedDtypeError,
+        VerificationError,
+    )
+    from .in_flight import EventCopy, InFlightCopy
+    from .interface import HostToDeviceTransfer
+    from .measured.profile import MachineProfile
+    from .memory.chunks import plan_chunks
+    from .nvme import SwappedTensor
+    from .policy import Decision, TransferPolicy
+    from .registry import get_strategy, register_strategy, strategy_names, unregister_strategy
+    from .routing import build_transfer
+    from .schema.model import StrategyConfig
+    from .stats import StrategyStats
+    from .strategies import (
+        NvmeSwappedConfig,
+        NvmeSwappedTransfer,
+        PageableTransfer,
+        PinnedDirectConfig,
+        PinnedDirectTransfer,
+        PinnedStagedConfig,
+        PinnedStagedTransfer,
+    )
 
 __all__ = [
+    "AcceleratorFailedError",
+    "AttachError",
+    "ConfigError",
+    "ConfigFileError",
+    "ConfigFileNotFoundError",
+    "ConfigProblem",
+    "Decision",
+    "EventCopy",
+    "FallbackWarning",
+    "ForkedProcessError",
+    "GraphCaptureError",
+    "HostToDeviceTransfer",
+    "InFlightCopy",
+    "InferenceTensorError",
+    "InvalidTensorError",
+    "MachineProfile",
+    "MachineProfileWarning",
+    "NotATensorError",
+    "NvmeSwappedConfig",
+    "NvmeSwappedTransfer",
+    "PageableTransfer",
+    "PinnedDirectConfig",
+    "PinnedDirectTransfer",
+    "PinnedMemoryWarning",
+    "PinnedStagedConfig",
+    "PinnedStagedTransfer",
+    "Rule",
+    "StrategyConfig",
+    "StrategyRegistrationError",
+    "StrategyStats",
+    "StrategyUnavailableError",
+    "SwapCorruptedError",
+    "SwapError",
+    "SwapFileNotFoundError",
+    "SwapNotADirectoryError",
+    "SwapPermissionError",
+    "SwapSpaceError",
+    "SwappedTensor",
+    "TransferBusyError",
+    "TransferConfig",
+    "TransferError",
+    "TransferPolicy",
+    "TransferWarning",
+    "UnknownStrategyError",
+    "UnsupportedDtypeError",
+    "VerificationError",
+    "When",
+    "build_transfer",
+    "get_strategy",
+    "load_config",
+    "plan_chunks",
+    "register_strategy",
+    "strategy_names",
+    "unregister_strategy",
+]
+
+#: What `dir` and `help` show: what most programs need.
+_FACE = [
     "ConfigError",
     "Decision",
     "HostToDeviceTransfer",
@@ -150,4 +205,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*__all__, *_PARTS, "__version__"})
+    return sorted({*_FACE, *_PARTS, "__version__"})

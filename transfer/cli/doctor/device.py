@@ -36,8 +36,10 @@ def look(name: str | None) -> tuple[Any, list[Finding]]:
         found = "none: DeepSpeed takes the CPU"
         remedy = "Nothing is copied to a device here. `h2d demo` shows the same bits on a simulated one."
         return None, [no("accelerator", found, "a device", remedy), host]
-    simulated = ", simulated: it tests bits, not speed" if chosen.name == "simulated" else ""
-    findings = [ok("accelerator", f"{chosen.name}: {device_name(chosen)}{simulated}"), host, *_capabilities(chosen)]
+    what = (
+        "simulated: it tests bits, not speed" if chosen.name == "simulated" else f"{chosen.name}: {device_name(chosen)}"
+    )
+    findings = [ok("accelerator", what), host, *_capabilities(chosen)]
     return chosen, findings
 
 
