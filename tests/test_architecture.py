@@ -198,6 +198,7 @@ def test_the_top_level_is_what_the_owner_fixed():
         "accelerators",
         "tests",
         "examples",
+        "docs",
         "pyproject.toml",
         "README.md",
         "LICENSE",

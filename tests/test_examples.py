@@ -1,4 +1,4 @@
-"""Every example runs as its own text says, and the README's Python works."""
+"""Every example runs as its own text says."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.running import run_python
-from transfer import ConfigError, TransferConfig, load_config
+from transfer import TransferConfig, load_config
 from transfer.cli.bench_copy import report as copy_report
 from transfer.cli.bench_zero3 import report as zero3_report
 
@@ -62,28 +62,17 @@ def test_the_records_of_staging_name_their_columns_as_the_reports_do():
         assert path.read_text().startswith("variant,round,seconds,"), path
 
 
-README = (ROOT / "README.md").read_text()
-PYTHON = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+def test_the_notebook_runs_from_top_to_bottom(tmp_path):
+    nbclient = pytest.importorskip("nbclient", reason="Notebooks are executed by nbclient, which the extra `docs` has.")
+    pytest.importorskip("ipykernel", reason="Notebooks are executed in ipykernel, which the extra `docs` has.")
+    import nbformat
 
-
-@pytest.mark.parametrize("number", range(len(PYTHON)))
-def test_the_readmes_python_runs_and_prints_what_it_says(number):
-    done = run_python("-c", PYTHON[number], forked=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-    for line in re.findall(r"^print\(.*\)\n# (.*)$", PYTHON[number], re.MULTILINE):
-        assert line in done.stdout
-
-
-def test_the_readme_has_the_python_it_had():
-    assert len(PYTHON) == 6
-
-
-def test_the_readmes_configuration_and_error_message(tmp_path):
-    path = tmp_path / "transfer.yaml"
-    path.write_text(re.search(r"```yaml\n(.*?)```", README, re.DOTALL).group(1))
-    assert load_config(path).section("pinned_staged").chunk_elements == 2**23
-    path.write_text(path.read_text().replace("chunk_elements", "chunk_elemnts"))
-    message = re.search(r"^    (transfer\.yaml:\d+: .*)$", README, re.MULTILINE).group(1)
-    with pytest.raises(ConfigError) as caught:
-        load_config(path)
-    assert str(caught.value) == f"{tmp_path}/{message}"
+    notebook = nbformat.read(ROOT / "examples" / "choosing.ipynb", as_version=4)
+    assert not any(cell.get("outputs") for cell in notebook.cells), "commit it without outputs"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+        patch.setenv("IPYTHONDIR", str(tmp_path))
+        nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3").execute(cwd=str(tmp_path))
+    printed = "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", []))
+    assert "pinned_staged: The source is not page-locked" in printed
+    assert re.search(r"^pinned_direct +[\d.]+ ms, copies \{'pinned_direct': 6\}$", printed, re.MULTILINE)
