@@ -42,7 +42,12 @@ def descriptions(model: type[BaseModel]) -> dict[str, str]:
     """What the docstring's section ``Attributes`` says of each field, on one line."""
     section = (inspect.getdoc(model) or "").partition("Attributes:\n")[2]
     entries = re.findall(r"^ {4}(\w+): (.*(?:\n {8,}.*)*)", section, re.MULTILINE)
-    words = ((r"\s*\n\s*", " "), ("``", "`"), (r"\bNone:", "Left out:"))  # YAML has no None
+    words = (
+        (r"\s*\n\s*", " "),
+        ("``", "`"),
+        (r"; None:", "; left out:"),
+        (r"\bNone:", "Left out:"),
+    )  # YAML has no None
     told = {}
     for name, text in entries:
         for pattern, word in words:
