@@ -218,7 +218,7 @@ def test_every_key_is_in_a_table_with_its_default_and_what_it_does(docs_modules)
 
 
 def test_the_lanes_of_a_trace(docs_modules):
-    """Microseconds: casts without the driver's calls and the updates; kernels of a copy are the link's."""
+    """Microseconds: long casts without the driver's calls and the updates; kernels of a copy are the link's."""
     import trace_step
 
     def event(name, kind, begin, end):
@@ -231,6 +231,7 @@ def test_the_lanes_of_a_trace(docs_modules):
             event("aten::copy_", "cpu_op", 3000, 6000),
             event("aten::_to_copy", "cpu_op", 3000, 4000),
             event("aten::mm", "cpu_op", 6000, 7000),
+            event("aten::mul_", "cpu_op", 7500, 7600),
             event("cudaMemcpyAsync", "cuda_runtime", 4000, 6000),
             event("Memcpy HtoD (Pageable -> Device)", "gpu_memcpy", 4500, 5900),
             event("Memcpy DtoD (Device -> Device)", "gpu_memcpy", 6500, 6900),

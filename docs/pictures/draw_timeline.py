@@ -37,7 +37,7 @@ def draw(record: Mapping[str, Any], file: Path) -> None:
     hardware = record["hardware"]
     figure.suptitle(
         f"One iteration, {record['parameters'] / 1e9:.2f} billion parameters, {record['tokens']:,} tokens, "
-        f"{hardware['device'] or hardware['accelerator']}, {hardware['threads']} host threads",
+        f"{hardware['device'] or hardware['accelerator']}, {hardware['threads']} host threads, under torch's profiler",
         fontsize=9,
         color="#555555",
     )

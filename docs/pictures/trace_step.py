@@ -26,6 +26,8 @@ UPDATE = "cpu_adam"
 #: What casts and scales on the host, outside the updates.
 _CASTS = re.compile(r"aten::(copy_|_to_copy|mul_|mul|add_|div_)$")
 _LINK = re.compile(r"Memcpy (HtoD|DtoH)")
+#: Casts that take less, in microseconds, are those of small tensors, or only queue work for the device.
+_SHORT_CAST = 200.0
 #: Spans that are nearer than this are one, in microseconds: more is not seen in a picture.
 _GAP = 50.0
 
@@ -89,9 +91,10 @@ def lanes_of(events: Iterable[Mapping[str, Any]]) -> dict[str, list[list[float]]
     adam, link = merged(found["adam"]), merged(found["link"])
     # The host waits for the device, or queues work, in calls of the driver; the device reads memory of the host in
     # kernels of a range `h2d/...`, which are copies.
+    casts = without(merged(found["casts"]), merged([*found["calls"], *adam]))
     lanes = {
         "adam": adam,
-        "cast": without(merged(found["casts"]), merged([*found["calls"], *adam])),
+        "cast": [(begin, end) for begin, end in casts if end - begin >= _SHORT_CAST],
         "link": link,
         "device": without(merged(found["kernels"]), link),
     }
@@ -107,7 +110,11 @@ def record(iterate: Callable[[], object], optimizer: Any, accelerator: Any) -> d
     """Runs one iteration under torch's profiler; returns its seconds and lanes."""
     import torch
 
+    from transfer.zero3 import known_code
     from transfer.zero3.stage3.cpu_adam import replacing_op
+
+    # Else each copy-back would wait: what is not known might read or change partitions. This only marks a range.
+    known_code.PACKAGES.add(__name__)
 
     def update(original: Callable[..., Any], *arguments: Any) -> Any:
         with torch.profiler.record_function(UPDATE):
@@ -131,6 +138,8 @@ def record(iterate: Callable[[], object], optimizer: Any, accelerator: Any) -> d
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Both iterations, each after three others that warm up."""
+    import logging
+
     import torch
 
     from transfer import zero3
@@ -139,6 +148,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     from transfer.cli.bench_zero3.transformer import VOCABULARY, shape_of
     from transfer.cli.measuring.hardware import describe
 
+    logging.basicConfig(level=logging.WARNING)
+    logging.getLogger("transfer").setLevel(logging.INFO)  # it says so where copies wait, or gradients go the old way
     torch.set_num_threads(options.threads)
     accelerator = AcceleratorChoice(options.accelerator).resolve()
     start_deepspeed(accelerator)
