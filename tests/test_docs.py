@@ -217,6 +217,21 @@ def test_every_key_is_in_a_table_with_its_default_and_what_it_does(docs_modules)
     assert chunk[2] == "`16777216` (2^24)"
 
 
+@pytest.mark.parametrize(
+    ("strategy", "field"),
+    [("pinned_staged", "chunk_elements"), ("pinned_staged", "buffers"), ("nvme_swapped", "threads")],
+)
+def test_the_bounds_in_the_tables_are_those_that_are_checked(docs_modules, strategy, field):
+    import config_tables
+
+    (row,) = (line for line in config_tables.markdown() if line.startswith(f"| `{strategy}.{field}` "))
+    largest = eval(re.search(r", 1 to ([\d^]+) \|", row).group(1).replace("^", "**"))
+    assert getattr(resolve_config({strategy: {field: largest}}).section(strategy), field) == largest
+    for outside in (0, largest + 1):
+        with pytest.raises(ConfigError):
+            resolve_config({strategy: {field: outside}})
+
+
 def test_the_lanes_of_a_trace(docs_modules):
     """Microseconds: long casts without the driver's calls and the updates; kernels of a copy are the link's."""
     import trace_step
