@@ -4,6 +4,7 @@ import ast
 import json
 import re
 import shlex
+import statistics
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -186,6 +187,33 @@ def test_links_lead_somewhere(page):
 
 def test_the_front_page_is_short():
     assert len(TEXTS["README.md"].splitlines()) <= 150
+
+
+def test_the_figures_of_peers_are_those_of_the_record():
+    record = json.loads((ROOT / "examples" / "figures" / "peers_h200.json").read_text())
+    rows = {
+        "deepspeed": "| DeepSpeed |",
+        "default": "| **DeepSpeed with this package** |",
+        "offload_param": "| DeepSpeed, `offload_param` too |",
+        "offload_param, default": "| the same with this package |",
+        "fsdp2": "| torch's FSDP2, `CPUOffloadPolicy` |",
+        "superoffload": "| DeepSpeed's SuperOffload |",
+    }
+    assert {peer["variant"] for peer in record["peers"]} == set(rows)
+    for peer in record["peers"]:
+        # The first table of the page.
+        row = next(
+            line
+            for line in TEXTS["docs/explanation/measurements.md"].splitlines()
+            if line.startswith(rows[peer["variant"]])
+        )
+        cells = [cell.strip(" *") for cell in row.split("|")]
+        for place, phase in enumerate(("forward", "backward", "step", "iteration"), start=2):
+            assert cells[place] == f"{statistics.median(peer[f'{phase}_seconds']):.3f}", (row, phase)
+    default, deepspeed = (next(p for p in record["peers"] if p["variant"] == name) for name in ("default", "deepspeed"))
+    for peer in (default, deepspeed):
+        for phase in ("step", "iteration"):
+            assert f"{statistics.median(peer[f'{phase}_seconds']):.3f} s" in TEXTS["README.md"]
 
 
 # What Sphinx is given
