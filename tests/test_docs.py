@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+import transfer.cli
 from tests.running import run_python
 from transfer import ConfigError, TransferConfig, When, load_config
 from transfer.config_file import resolve_config
@@ -125,7 +126,7 @@ def test_a_message_that_is_nowhere_is_found_out():
 
 # Options, paths and links
 
-COMMANDS = ["demo", "bench", "bench zero3", "tune", "run"]
+COMMANDS = [*transfer.cli.COMMANDS, "bench zero3"]
 
 
 @pytest.fixture(scope="module")
@@ -155,6 +156,11 @@ def uses():
             if command == "run":  # what follows the script is its own
                 words = words[: next((at for at, word in enumerate(words) if not word.startswith("-")), None)]
             yield page, command, re.findall(r"(?<!\S)--[a-z][a-z-]*", " ".join(words))
+
+
+def test_every_command_is_in_the_reference():
+    for command in COMMANDS:
+        assert f"| `h2d {command}" in TEXTS["docs/reference/command.md"], command
 
 
 def test_options_are_those_of_the_commands(helps):
