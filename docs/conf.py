@@ -17,7 +17,7 @@ html_css_files = ["tables.css"]
 html_show_sphinx = False
 html_show_copyright = False
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "config_keys"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "tables_of_code"]
 exclude_patterns = ["build"]
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3

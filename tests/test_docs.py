@@ -232,7 +232,7 @@ def docs_modules(monkeypatch):
         monkeypatch.syspath_prepend(ROOT / "docs" / folder)
     before = set(sys.modules)
     yield
-    for name in {"config_tables", "trace_step", "drawing"} - before:
+    for name in {"config_tables", "site_tables", "trace_step", "drawing"} - before:
         sys.modules.pop(name, None)
 
 
@@ -264,6 +264,21 @@ def test_the_bounds_in_the_tables_are_those_that_are_checked(docs_modules, strat
     for outside in (0, largest + 1):
         with pytest.raises(ConfigError):
             resolve_config({strategy: {field: outside}})
+
+
+def test_every_copy_of_the_code_is_listed_under_its_answer(docs_modules):
+    import site_tables
+    from transfer.zero3.stage3.sites import COPY_SITES
+
+    sections = {}
+    for section in "\n".join(site_tables.markdown()).split("## ")[1:]:
+        heading, _, sections[heading] = section.partition("\n")
+    answers = dict(zip(sections, ("served", "left alone", "impossible"), strict=True))
+    assert sum(section.count("*Where:*") for section in sections.values()) == len(COPY_SITES)
+    for site in COPY_SITES:
+        (text,) = (text for heading, text in sections.items() if f"**{site.name}**\n" in text)
+        assert answers[next(heading for heading in sections if sections[heading] == text)] == site.answer
+        assert site.reason in text
 
 
 def test_the_lanes_of_a_trace(docs_modules):
