@@ -268,6 +268,7 @@ def test_the_bounds_in_the_tables_are_those_that_are_checked(docs_modules, strat
 
 def test_every_copy_of_the_code_is_listed_under_its_answer(docs_modules):
     import site_tables
+
     from transfer.zero3.stage3.sites import COPY_SITES
 
     sections = {}
