@@ -410,7 +410,7 @@ CASES: dict[str, dict] = {
         "steps": 9,
     },
     "nvme, resident, set": {
-        "nvme": "pipelined",
+        "nvme": True,  # pipelined, DeepSpeed alone fails on one rank where gradients are set
         "transfer": {**DIRECT, "zero3": {"host_memory": "1MiB", "paths": ["CHECKPOINTS/second", "CHECKPOINTS/third"]}},
         "do": {"backward": [at(3, set_full), at(4, set_local), at(5, update_vectorized)], "step": [at(5, see_state)]},
         "resident": True,
