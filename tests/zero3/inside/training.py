@@ -16,6 +16,7 @@ from deepspeed.runtime.superoffload import superoffload_stage3
 
 from tests.zero3.gradients.training import LAYERS, WIDTH, Run
 from tests.zero3.launching import main_of
+from transfer.zero3 import summary
 from transfer.zero3.attachments import attachments
 
 DIRECT = {"strategy": "pinned_direct", "fallback": True}
@@ -192,15 +193,18 @@ def superoffload():
                 seen += state(run)
         said = attachments.get(run.zero)
         run.zero.superoffload_cpu_optimizer.close()  # which `destroy` leaves
-        return copied, seen, said and (said._said, said.transfer.page_locked_bytes)
+        if said is None:
+            return copied, seen, None
+        record = summary.of(said)
+        return copied, seen, (said._said, said.transfer.page_locked_bytes, record.asked, record.served)
 
     case = {"offload": {"super_offload": True}}
     making = functools.partial(mock.patch.object, superoffload_stage3, "_validate_superoffload_accelerator")
-    (_, alone, _), (copied, attached, (waits_because, locked)) = both(train, case, making)
+    (_, alone, _), (copied, attached, (waits_because, locked, asked, served)) = both(train, case, making)
     same(alone, attached)
     assert waits_because is None, waits_because
     masters = alone[len(alone) // 10 : len(alone) // 5]
-    assert len(copied) == 5 * len(masters)
+    assert len(copied) == asked == served == 5 * len(masters)
     assert locked == sum(each.nbytes for each in masters)
 
 
