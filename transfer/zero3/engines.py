@@ -3,11 +3,11 @@
 ``attach(engine)`` serves one engine, ``install()`` every engine that the process makes, also through
 Accelerate, the HF Trainer or Lightning. Both are idempotent and undone by ``detach`` and ``uninstall``.
 
-One copy is replaced: after the CPU optimizer has updated a sub-group, its fp32 master partition on the host
+The main copy is that of a step: after the CPU optimizer has updated a sub-group, its fp32 master partition on the host
 goes to its low-precision partition on the device. DeepSpeed's method for it has had the same name and body from 0.16 to
 0.19. SuperOffload overrides it, so it is replaced in each class that defines it. Where the copy is not one from host to
 device, DeepSpeed's own code runs. ``step`` has the other patches of a step, which move the waits to its end;
-``checkpoint``, the one for loading a checkpoint; ``stage3``, DeepSpeed's private names.
+``checkpoint`` and ``inside``, those for other copies; ``stage3``, DeepSpeed's private names and a list of all copies.
 """
 
 from __future__ import annotations
