@@ -452,13 +452,6 @@ MUTANTS = [
         STREAM,
     ),
     Mutant(
-        "what stays in memory is not read anew where DeepSpeed has written its files",
-        SWAPPED + "swapped_states.py",
-        "        self.flush()\n        if self._stream is not None:\n            self._stream.drop()\n",
-        "        self.flush()\n",
-        LAZY,
-    ),
-    Mutant(
         "a checkpoint does not make void what stays in memory",
         SWAPPED + "file_stream.py",
         "        self._residents.drop()\n        was_torn",
