@@ -7,6 +7,7 @@ asked for, so an installed plug-in costs nothing to those who do not use it.
 from __future__ import annotations
 
 import difflib
+import pkgutil
 import sys
 import threading
 from collections.abc import Mapping, Sequence
@@ -37,6 +38,8 @@ class Registry(Generic[T]):
         refused: Raised by ``add``, and by ``get`` for a name that was registered twice.
         unknown: Raised by ``get`` for a name that is not registered.
         synonyms: Other names in lower case, each with the registered name that is meant; for hints alone.
+        own: Names that are registered from the beginning, and where each value is: ``package.module:name``. It is
+            imported when it is asked for.
     """
 
     def __init__(
@@ -46,11 +49,13 @@ class Registry(Generic[T]):
         refused: type[Exception],
         unknown: type[Exception],
         synonyms: Mapping[str, str] | None = None,
+        own: Mapping[str, str] | None = None,
     ) -> None:
         self._kind, self._group = kind, group
         self._synonyms = synonyms or {}
         self._refused, self._unknown = refused, unknown
         self._entries: dict[str, T] = {}
+        self._own = dict(own or {})  # those that were not asked for yet
         self._points: metadata.EntryPoints | None = None
         self._points_of: object = None  # how the module path was when they were found
         self._lock = threading.RLock()
@@ -62,25 +67,27 @@ class Registry(Generic[T]):
                 f"{self._kind} name {name!r} cannot be registered: use a lower-case identifier such as 'acme'"
             )
         with self._lock:
-            if name in self._entries:
-                raise self._refused(f"{self._kind} {name!r} is registered already, as {self._entries[name]!r}")
+            if name in self._entries or name in self._own:
+                known = self._entries.get(name, self._own.get(name))
+                raise self._refused(f"{self._kind} {name!r} is registered already, as {known!r}")
             self._entries[name] = value
 
     def remove(self, name: str) -> None:
         """Forgets what ``add`` registered under ``name``; does nothing for an unknown name."""
         with self._lock:
             self._entries.pop(name, None)
+            self._own.pop(name, None)
 
     def names(self) -> tuple[str, ...]:
         """Every registered name, sorted. Loads no plug-in."""
         with self._lock:
-            return tuple(sorted({*self._entries, *(point.name for point in self._entry_points())}))
+            return tuple(sorted({*self._entries, *self._own, *(point.name for point in self._entry_points())}))
 
     def get(self, name: str) -> T:
         """The value under ``name``, loading its entry point if it has one."""
         with self._lock:
             points = [point for point in self._entry_points() if point.name == name]
-            if len(points) + (name in self._entries) > 1:
+            if len(points) + (name in self._entries or name in self._own) > 1:
                 owners = ", ".join(sorted(_owner(point) for point in points))
                 raise self._refused(
                     f"{self._kind} {name!r} is claimed more than once (entry points of: {owners}); "
@@ -94,6 +101,9 @@ class Registry(Generic[T]):
                         f"{self._kind} {name!r}: loading the entry point {points[0].value!r} of "
                         f"{_owner(points[0])} failed: {error}"
                     ) from error
+            if name in self._own:
+                self._entries[name] = pkgutil.resolve_name(self._own[name])
+                del self._own[name]
             if name in self._entries:
                 return self._entries[name]
         raise self._unknown(self.explain_unknown(name))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from typing import TYPE_CHECKING, Any
 
@@ -18,16 +17,17 @@ MEASURED = "measured"
 #: Names that no strategy may have: ``measured``, and the keys of ``TransferConfig`` beside the strategies' sections.
 RESERVED = frozenset({"accelerator", "strategy", "completion", "fallback", "rules", MEASURED})
 
-_registry: Registry[Any] = Registry("strategy", "transfer.strategies", StrategyRegistrationError, UnknownStrategyError)
+#: This package's own, which are imported when they are asked for: a strategy more is a file and a line here.
+_OWN = {
+    "nvme_swapped": "transfer.strategies.nvme_swapped:NvmeSwappedTransfer",
+    "pageable": "transfer.strategies.pageable:PageableTransfer",
+    "pinned_direct": "transfer.strategies.pinned_direct:PinnedDirectTransfer",
+    "pinned_staged": "transfer.strategies.pinned_staged:PinnedStagedTransfer",
+}
 
-
-def _strategies() -> Registry[Any]:
-    """The registry with this package's own strategies in it, whichever module of the package was imported first.
-
-    By name, as plug-ins are loaded: strategies know the registry, and it knows none of them.
-    """
-    importlib.import_module(".strategies", __package__)  # which registers them
-    return _registry
+_registry: Registry[Any] = Registry(
+    "strategy", "transfer.strategies", StrategyRegistrationError, UnknownStrategyError, own=_OWN
+)
 
 
 def register_strategy(name: str, strategy: type[HostToDeviceTransfer]) -> None:
@@ -49,17 +49,17 @@ def register_strategy(name: str, strategy: type[HostToDeviceTransfer]) -> None:
             f"strategy name {name!r} cannot be registered: it has a meaning of its own in the configuration"
         )
     _check(name, strategy)
-    _strategies().add(name, strategy)
+    _registry.add(name, strategy)
 
 
 def unregister_strategy(name: str) -> None:
     """Undoes ``register_strategy``; does nothing for an unknown name."""
-    _strategies().remove(name)
+    _registry.remove(name)
 
 
 def strategy_names() -> tuple[str, ...]:
     """Every registered name, sorted; loads no plug-in."""
-    return _strategies().names()
+    return _registry.names()
 
 
 def get_strategy(name: str) -> type[HostToDeviceTransfer]:
@@ -69,7 +69,7 @@ def get_strategy(name: str) -> type[HostToDeviceTransfer]:
         UnknownStrategyError: No strategy has this name; the message gives the nearest one.
         StrategyRegistrationError: Two plug-ins claim it, one failed to load, or it is no strategy.
     """
-    strategy: type[HostToDeviceTransfer] = _strategies().get(name)
+    strategy: type[HostToDeviceTransfer] = _registry.get(name)
     _check(name, strategy)
     return strategy
 
@@ -81,7 +81,7 @@ def explain_unknown_strategy(name: object, *also: str) -> str:
         name: What was given.
         *also: Names that are allowed in that place beside those of strategies.
     """
-    return _strategies().explain_unknown(name, *also)
+    return _registry.explain_unknown(name, *also)
 
 
 def _check(name: str, strategy: Any) -> None:
