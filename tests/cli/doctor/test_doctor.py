@@ -1,5 +1,6 @@
 """``h2d doctor``: the whole report, and what must not be in it."""
 
+import importlib.metadata
 import json
 import os
 import re
@@ -115,6 +116,16 @@ def test_a_configuration_is_looked_at(capsys, elsewhere, monkeypatch):
     status, found = report(capsys, "--config", str(named))
     assert status == 0
     assert "simulated" in found["accelerator"]["found"]
+
+
+def test_a_package_on_the_module_path_alone_is_a_finding_and_no_failure(monkeypatch):
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    findings = {each.name: each for each in software.look()}
+    assert findings["this package"].status == "note"
+    assert findings["torch"].status == "ok"
 
 
 def test_a_lock_that_a_build_left_and_a_file_that_hides_the_package(elsewhere, monkeypatch):

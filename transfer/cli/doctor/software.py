@@ -22,7 +22,11 @@ def look() -> Iterator[Finding]:
 
     system = f"{platform.system()} {platform.release()}, {platform.machine()}"
     yield ok("system", f"{system}; Python {platform.python_version()}")
-    yield ok("this package", importlib.metadata.version("host-to-device-transfer"))
+    try:
+        yield ok("this package", importlib.metadata.version("host-to-device-transfer"))
+    except importlib.metadata.PackageNotFoundError:
+        remedy = "Install it, so that `h2d` and plug-ins are found."
+        yield note("this package", "on the module path alone", "installed", remedy)
     yield ok("torch", str(torch.__version__))
     yield from _deepspeed()
     yield _shadow()
