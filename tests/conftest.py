@@ -7,6 +7,7 @@ import functools
 import gc
 import os
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -24,10 +25,34 @@ pytest.register_assert_rewrite("tests.running", "tests.zero3.launching")  # thei
 WARNINGS = ("error", "ignore::DeprecationWarning:deepspeed", "ignore::FutureWarning:deepspeed")
 
 
+#: What takes longest, in that order, is started first: else one worker waits at the end while the other one does it.
+#: The first one alone is on both cores.
+LONG_MODULES = (
+    "zero3/gradients/test_training.py",
+    "zero3/inside/test_training.py",
+    "zero3/test_training.py",
+    "zero3/swapped/test_interrupted.py",
+    "zero3/test_growth.py",
+    "cli/test_bench_zero3.py",
+    "cli/test_bench_zero3_nvme.py",
+    "cli/test_bench_zero3_peers.py",
+    "cli/test_demo.py",
+    "test_examples.py",
+    "zero3/gradients/test_interrupted.py",
+    "zero3/test_interfering.py",
+)
+FIRST = {Path(__file__).parent / name: number for number, name in enumerate(LONG_MODULES)}
+
+
 def pytest_configure(config):
-    """pytest-randomly seeds when it starts, not three times a test: each takes torch 3 ms and memory that it keeps."""
+    """pytest-randomly seeds when it starts, not three times a test: each takes torch 3 ms and memory that it keeps.
+
+    pytest-xdist hands modules out as they were collected, not those with the most tests first.
+    """
     if hasattr(config.option, "randomly_reset_seed"):
         config.option.randomly_reset_seed = False
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False
 
 
 def pytest_collection_modifyitems(config, items):
@@ -35,6 +60,7 @@ def pytest_collection_modifyitems(config, items):
         left_out = [item for item in items if item.get_closest_marker("long")]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
+    items.sort(key=lambda item: FIRST.get(item.path, len(FIRST)))
     for item in items:
         item.add_marker(pytest.mark.filterwarnings(*WARNINGS), append=False)  # a test's own come after, and win
 

@@ -1,5 +1,6 @@
 """Forks a process for each program of a test, after the imports that take two seconds. Started by ``running.py``.
 
+Usage: ``forkserver.py [MODULE]``; the module is imported too.
 Reads one JSON object a line from its standard input: ``arguments`` as those of ``python``, ``path``, ``environment``,
 ``cwd``, ``tear_down``, and the files ``stdout`` and ``stderr``. Answers with its process's id when it is ready; then
 with that of each program's process at once, and its wait status at the end.
@@ -73,7 +74,7 @@ def become(request):
     return arguments[:2]
 
 
-for module in ("torch", "deepspeed", "transfer.nvme", "transfer.zero3", "accelerators.simulated"):
+for module in ("torch", "deepspeed", "transfer.nvme", "transfer.zero3", "accelerators.simulated", *sys.argv[1:]):
     importlib.import_module(module)
 gc.collect()
 gc.freeze()  # so that a collection in a child copies no pages

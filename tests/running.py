@@ -17,7 +17,9 @@ from tests.environment import NO_COMPILER
 ROOT = Path(__file__).parents[1]
 
 
-def run_python(*arguments, path=(), environment=None, cwd=ROOT, timeout=120, forked=False, tear_down=True):
+def run_python(
+    *arguments, path=(), environment=None, cwd=ROOT, timeout=120, forked=False, tear_down=True, prepared=None
+):
     """Runs this Python with these arguments; ``path`` comes first on its module path.
 
     Nothing of the calling environment is passed on but the module path.
@@ -33,6 +35,7 @@ def run_python(*arguments, path=(), environment=None, cwd=ROOT, timeout=120, for
             is killed after the timeout includes what it has started.
         tear_down: False: a forked process ends without the half second in which Python is torn down, after its threads
             and all that ``atexit`` calls.
+        prepared: The name of a module that the process to fork has imported too.
 
     Returns:
         A ``subprocess.CompletedProcess`` with the exit status and the text of both outputs.
@@ -42,7 +45,7 @@ def run_python(*arguments, path=(), environment=None, cwd=ROOT, timeout=120, for
     arguments = list(map(str, arguments))
     if forked:
         request = {"arguments": arguments, "path": list(map(str, path)), "environment": variables, "cwd": str(cwd)}
-        return _server().run({**request, "tear_down": tear_down}, timeout)
+        return _server(prepared).run({**request, "tear_down": tear_down}, timeout)
     return subprocess.run(
         [sys.executable, *arguments],
         env=variables,
@@ -79,13 +82,15 @@ class _Server:
 
     START_SECONDS = 120
 
-    def __init__(self):
+    def __init__(self, prepared):
         # One thread: others do not survive a fork.
         environment = {"PATH": "", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        if prepared is not None:
+            environment |= {"PATH": os.environ["PATH"], **NO_COMPILER}
         if "TORCH_EXTENSIONS_DIR" in os.environ:
             environment["TORCH_EXTENSIONS_DIR"] = os.environ["TORCH_EXTENSIONS_DIR"]
         self._process = subprocess.Popen(
-            [sys.executable, str(ROOT / "tests" / "forkserver.py")],
+            [sys.executable, str(ROOT / "tests" / "forkserver.py"), *([] if prepared is None else [prepared])],
             env={"PYTHONPATH": ":".join(map(str, [ROOT, *sys.path])), **environment},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -132,14 +137,14 @@ class _Server:
         self._process.wait()
 
 
-_servers = []
+_servers = {}
 
 
-def _server():
-    """The server of this process; another one when it has ended."""
-    if not _servers or not _servers[-1].is_alive:
-        _servers.append(_Server())
-    return _servers[-1]
+def _server(prepared):
+    """The server of this process that has imported this module too; another one when it has ended."""
+    if prepared not in _servers or not _servers[prepared].is_alive:
+        _servers[prepared] = _Server(prepared)
+    return _servers[prepared]
 
 
 #: Of programs that end in some way with a transfer of the simulated accelerator.

@@ -21,6 +21,10 @@ def use_cache():
     return Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(default)))
 
 
+def is_compiled():
+    return (use_cache() / "cpu_adam" / "cpu_adam.so").exists()
+
+
 def ask_the_cpu_once():
     """DeepSpeed asks py-cpuinfo for the vendor each time it makes CPU Adam; an answer takes another Python a second."""
     import cpuinfo  # type: ignore[import-untyped]
@@ -35,7 +39,7 @@ def why_no_cpu_adam():
         folder.mkdir(parents=True, exist_ok=True)
         lock = held.enter_context((folder / "compiled-by-tests.lock").open("w"))
         fcntl.flock(lock, fcntl.LOCK_EX)  # one process of the tests compiles, others wait; a dead one holds no lock
-        if (folder / "cpu_adam" / "cpu_adam.so").exists():
+        if is_compiled():
             return None
         try:
             done = subprocess.run(

@@ -1,5 +1,6 @@
 """Real training, launched on several ranks: one launch carries many specs."""
 
+import importlib
 import json
 import os
 import socket
@@ -9,9 +10,10 @@ from pathlib import Path
 import torch
 
 from tests.running import run_python
-from tests.zero3 import cpu_adam_build
 
 ROOT = Path(__file__).parents[2]
+#: What the processes of ranks are forked with.
+READY = "tests.zero3.ready"
 #: For a launch, on a machine that does much else: some forty runs take about a minute on two idle cores.
 LAUNCH_SECONDS = 1200
 
@@ -55,7 +57,14 @@ def run_ranks(world_size, script, environment=None):
         done = run_python(*command, environment=environment, timeout=LAUNCH_SECONDS)
     else:
         done = run_python(
-            "-c", FORKED_RANKS, world_size, *script, environment=environment, timeout=LAUNCH_SECONDS, forked=True
+            "-c",
+            FORKED_RANKS,
+            world_size,
+            *script,
+            environment=environment,
+            timeout=LAUNCH_SECONDS,
+            forked=True,
+            prepared=READY,
         )
     assert done.returncode == 0, done.stderr[-6000:]
 
@@ -66,13 +75,13 @@ def run_case(module, case, environment=None):
         port = str(free.getsockname()[1])
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
     environment = {**os.environ, **alone, **(environment or {})}
-    done = run_python("-m", module, case, environment=environment, timeout=600, forked=True)
+    done = run_python("-m", module, case, environment=environment, timeout=600, forked=True, prepared=READY)
     assert done.returncode == 0, done.stderr[-4000:]
 
 
 def main_of(cases):
     """Calls the case that the command line names, and ends with status 0."""
-    cpu_adam_build.ask_the_cpu_once()
+    importlib.import_module(READY)
     {case.__name__: case for case in cases}[sys.argv[1]]()
     sys.stderr.flush()
     os._exit(0)  # gloo's threads sometimes abort the process at its end

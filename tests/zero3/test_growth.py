@@ -10,6 +10,7 @@ import torch
 
 from tests.growth import check_growth, rounds
 from tests.running import run_python
+from tests.zero3.launching import READY
 from tests.zero3.stand_ins import SteppingStage3, TiledStage3
 from tests.zero3.test_deferred import DIRECT, STAGED
 from transfer import build_transfer, zero3
@@ -119,7 +120,7 @@ TRAINING = """
 @pytest.mark.parametrize("config", ['{"verify": "sample"}', '{"strategy": "pinned_staged"}'])
 def test_steps_of_deepspeed(config, number):
     program = textwrap.dedent(TRAINING)
-    done = run_python("-c", program, number, config, environment=os.environ, timeout=3000, forked=True)
+    done = run_python("-c", program, number, config, environment=os.environ, timeout=3000, forked=True, prepared=READY)
     assert done.returncode == 0, done.stderr[-3000:]
     sys.stdout.write(done.stdout)
     assert done.stdout.endswith(" copies\n")

@@ -6,6 +6,7 @@ import pytest
 
 from tests.running import run_python
 from tests.zero3.interfering import UNKNOWN
+from tests.zero3.launching import READY
 
 # One launch trains all kinds, each with and without.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(func_only=True)]
@@ -14,7 +15,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(func_only=True)]
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     out = tmp_path_factory.mktemp("interfering") / "results.json"
-    done = run_python("-m", "tests.zero3.interfering", out, forked=True, timeout=900)
+    done = run_python("-m", "tests.zero3.interfering", out, forked=True, prepared=READY, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(out.read_text())
 

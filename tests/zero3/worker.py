@@ -10,6 +10,7 @@ checkpoint), and ``runs``: a name for each, and how its copies are done.
 
 import gc
 import hashlib
+import importlib
 import json
 import os
 import sys
@@ -20,7 +21,6 @@ import torch
 
 import accelerators
 from accelerators.simulated import SimulatedAccelerator
-from tests.zero3 import cpu_adam_build
 from transfer import InFlightCopy, PinnedStagedTransfer, build_transfer, zero3
 from transfer.zero3 import patching, tiles
 from transfer.zero3.attachments import attachments
@@ -47,7 +47,7 @@ def main():
     simulated = {name: simulate(spec) for name, spec in specs.items() if spec["accelerator"] == "simulated"}
     if not simulated:
         torch.cuda.set_device(local_rank)
-    cpu_adam_build.ask_the_cpu_once()
+    importlib.import_module("tests.zero3.ready")
     for number, (name, spec) in enumerate(specs.items()):
         if simulated:
             deepspeed.accelerator.set_accelerator(simulated[name].as_deepspeed())

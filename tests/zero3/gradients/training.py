@@ -1,12 +1,16 @@
 """Real ZeRO-3 with CPU Adam on several ranks, by DeepSpeed alone and with gradients that go to the host once.
 
-Usage: ``training.py OUT ACCELERATOR``, on ranks as a launcher starts them. Writes, for each case, what was seen on the
-way, with and without: losses, gradients that were asked for, weights and moments at the end. Real elements only: the
-padding of a master is uninitialised memory in DeepSpeed.
+Usage: ``training.py OUT ACCELERATOR``, on ranks as a launcher starts them. Writes what was seen on the way, for each
+case with ours, and once for all that are the same without: losses, gradients that were asked for, weights and moments
+at the end. Real elements only: the padding of a master is uninitialised memory in DeepSpeed.
 """
 
+import dataclasses
+import gc
+import importlib
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from accelerators import get_accelerator
 from accelerators.simulated import SimulatedAccelerator
-from tests.zero3 import cpu_adam_build, python_aio
+from tests.zero3 import python_aio
 from transfer import build_transfer, zero3
 from transfer.zero3 import tiles
 from transfer.zero3.attachments import attachments
@@ -29,7 +33,9 @@ tiles.default_tile_elements = lambda: 1024
 #: And swapped.
 optimizer_utils.MIN_AIO_BYTES = 4096
 DIRECT = {"strategy": "pinned_direct", "fallback": False}
-WIDTH, LAYERS, STEPS = 47, 4, 6
+WIDTH, LAYERS, STEPS = 47, 4, 4
+#: DeepSpeed's state is in files after the first step, and passes through ours from then on.
+NVME_STEPS = 5
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -148,7 +154,7 @@ class Run:
     def train(self):
         case, generator = self.case, torch.Generator().manual_seed(5 + self.rank)
         micro_steps, managed = case.get("micro_steps", 1), case.get("managed", True)
-        for step in range(case.get("steps", STEPS)):
+        for step in range(case.get("steps", NVME_STEPS if case.get("nvme") else STEPS)):
             for micro_step in range(micro_steps):
                 used = case.get("used", lambda *_: range(LAYERS))(step, micro_step)
                 batch = torch.randn(2, WIDTH, generator=generator).to(self.device, DTYPES[case.get("dtype", "bf16")])
@@ -164,8 +170,10 @@ class Run:
     def do(self, *moment):
         if self.attached and self.case.get("attach_at") == moment:
             self.attach()
-        for action in self.case.get("do", {}).get(moment[0], ()):
-            action(self, *moment[1:])
+        ours = self.case.get("ours", {}) if self.attached else {}
+        for actions in (ours, self.case.get("do", {})):
+            for action in actions.get(moment[0], ()):
+                action(self, *moment[1:])
 
     def see(self, name, *values):
         self.seen += [(name, None if value is None else value.detach().cpu().clone()) for value in values]
@@ -208,14 +216,16 @@ def look(run, *_):
         run.see("local", deepspeed.utils.safe_get_local_grad(parameter)[:real])
 
 
-def at(step, action):
+@dataclasses.dataclass(frozen=True)
+class at:  # noqa: N801 - reads as what it does
     """``action`` after the last micro-step of one step."""
 
-    def act(run, now, micro_step):
-        if now == step and micro_step == run.case.get("micro_steps", 1) - 1:
-            action(run)
+    step: int
+    action: Callable
 
-    return act
+    def __call__(self, run, now, micro_step):
+        if now == self.step and micro_step == run.case.get("micro_steps", 1) - 1:
+            self.action(run)
 
 
 def set_full(run):
@@ -283,13 +293,11 @@ def see_in_hook(run):
 
 
 def reattach(run):
-    if run.attached:
-        zero3.attach(run.engine, build_transfer({"strategy": "pinned_staged", "fallback": False}, run.accelerator))
+    zero3.attach(run.engine, build_transfer({"strategy": "pinned_staged", "fallback": False}, run.accelerator))
 
 
 def detach(run):
-    if run.attached:
-        zero3.detach(run.engine)
+    zero3.detach(run.engine)
 
 
 def save_and_load(run):
@@ -312,14 +320,17 @@ def not_at_the_boundary(step, micro_step):
 
 #: DeepSpeed takes a parameter twice only where the bucket was reduced in between.
 SMALL_BUCKETS = {"reduce_bucket_size": 1000}
-OVERFLOWS = {"initial_scale_power": 20, "hysteresis": 1, "loss_scale_window": 3}
+OVERFLOWS = {"initial_scale_power": 14, "hysteresis": 1, "loss_scale_window": 3}
+LOOKS = {"backward": [look], "step": [look]}
+#: What a case says of the attached training alone: those that differ in nothing else share one of DeepSpeed alone.
+OURS = {"name", "attach_at", "install", "transfer", "ours", "real", "resident"}
 #: Of each: how it trains, and how many sub-groups have a real gradient at its end: "all", or None without any of ours.
 CASES: dict[str, dict] = {
     "bf16": {},
     "bf16, clipping does not act": {"clip": 1e6},
     "bf16, no clipping": {"clip": 0.0},
     "fp16": {"dtype": "fp16"},
-    "fp16, overflows": {"dtype": "fp16", "fp16": OVERFLOWS, "steps": 12},
+    "fp16, overflows": {"dtype": "fp16", "fp16": OVERFLOWS, "steps": 8},
     "fp32": {"dtype": "fp32"},
     "fp32 accumulation": {"deepspeed": {"data_types": {"grad_accum_dtype": "fp32"}}, "micro_steps": 2},
     "not pinned": {"pin": False, "micro_steps": 2},
@@ -328,25 +339,22 @@ CASES: dict[str, dict] = {
     "frozen": {"frozen": [1]},
     "no reduce-scatter": {"zero": {"reduce_scatter": False}, "micro_steps": 2},
     "four micro-steps": {"micro_steps": 4},
-    "unused layers": {"used": odd_windows, "steps": 24, "do": {"backward": [look], "step": [look]}},
+    "unused layers": {"used": odd_windows, "steps": 8, "do": LOOKS},
     "unused layers, fp16": {"used": odd_windows, "dtype": "fp16"},
-    "unused layers, micro-steps": {
-        "used": not_at_the_boundary,
-        "micro_steps": 3,
-        "do": {"backward": [look], "step": [look]},
-    },
+    "unused layers, micro-steps": {"used": not_at_the_boundary, "micro_steps": 3, "steps": 6, "do": LOOKS},
     "unused layers, micro-steps, fp16, overflows": {
         "used": not_at_the_boundary,
         "micro_steps": 3,
         "dtype": "fp16",
         "fp16": OVERFLOWS,
-        "steps": 12,
+        "steps": 8,
     },
     "the caller accumulates": {
         "used": not_at_the_boundary,
         "micro_steps": 3,
+        "steps": 6,
         "managed": False,
-        "do": {"backward": [look], "step": [look]},
+        "do": LOOKS,
     },
     "reduced twice": {
         "checkpoints": True,
@@ -359,9 +367,9 @@ CASES: dict[str, dict] = {
         "zero": SMALL_BUCKETS,
         "used": lambda step, micro_step: (0, 1, 0, 2) if micro_step != 1 or step % 2 else (3, 1),
         "micro_steps": 3,
-        "do": {"backward": [look], "step": [look]},
+        "do": LOOKS,
     },
-    "steps without backward": {"do": {"step": [at(0, step_again), at(1, step_again), look]}, "micro_steps": 1},
+    "steps without backward": {"do": {"step": [at(0, step_again), at(1, step_again), look]}},
     "set": {"do": {"backward": [at(1, set_full), at(2, set_local), at(3, update_vectorized), look], "step": [look]}},
     "set, micro-steps": {"do": {"backward": [at(1, set_full), look], "step": [look]}, "micro_steps": 2},
     "read directly": {"do": {"backward": [at(1, read_directly)], "step": [at(2, read_directly)]}},
@@ -371,12 +379,17 @@ CASES: dict[str, dict] = {
         "real": 1,
     },
     "hook": {"do": {"backward": [at(1, see_in_hook)]}, "real": "all"},
-    "attached between backward and step": {"attach_at": ("backward", 2, 0), "do": {"step": [look]}},
-    "attached after a step": {"attach_at": ("step", 2, 0), "used": odd_windows, "do": {"step": [look]}},
-    "attached again": {"do": {"backward": [at(2, reattach), look]}},
-    "installed": {"install": True, "micro_steps": 2},
-    "installed between backward and step": {"install": True, "attach_at": ("backward", 2, 0), "do": {"step": [look]}},
-    "detached": {"do": {"backward": [at(2, detach), look]}, "micro_steps": 2, "real": None},
+    "attached between backward and step": {"attach_at": ("backward", 2, 0), "do": LOOKS},
+    "attached after a step": {"attach_at": ("step", 2, 0), "used": odd_windows, "steps": 8, "do": LOOKS},
+    "attached again": {"ours": {"backward": [at(2, reattach)]}, "do": LOOKS},
+    "installed": {"install": True, "micro_steps": 2, "do": {"backward": [look]}},
+    "installed between backward and step": {"install": True, "attach_at": ("backward", 2, 0), "do": LOOKS},
+    "detached": {
+        "ours": {"backward": [at(2, detach)]},
+        "micro_steps": 2,
+        "do": {"backward": [look]},
+        "real": None,
+    },
     "checkpoint": {"do": {"backward": [at(2, save_and_load)], "step": [at(3, save_and_load)]}},
     "waits at once": {"transfer": {**DIRECT, "completion": "immediate"}, "real": None},
     "offloaded parameters": {"zero": {"offload_param": {"device": "cpu", "pin_memory": True}}, "on_host": True},
@@ -384,9 +397,9 @@ CASES: dict[str, dict] = {
     "nvme": {"nvme": True, "do": {"backward": [look]}},
     "nvme, pipelined": {"nvme": "pipelined", "do": {"backward": [look]}},
     "nvme, no clipping": {"nvme": True, "clip": 0.0},
-    "nvme, fp16, overflows": {"nvme": True, "dtype": "fp16", "fp16": OVERFLOWS, "steps": 12},
+    "nvme, fp16, overflows": {"nvme": True, "dtype": "fp16", "fp16": OVERFLOWS, "steps": 8},
     "nvme, fp32": {"nvme": True, "dtype": "fp32"},
-    "nvme, micro-steps": {"nvme": True, "micro_steps": 3, "do": {"backward": [at(1, look), at(3, look)]}},
+    "nvme, micro-steps": {"nvme": "pipelined", "micro_steps": 3, "do": {"backward": [at(1, look), at(3, look)]}},
     "nvme, the caller accumulates": {"nvme": True, "micro_steps": 3, "managed": False},
     "nvme, groups": {"nvme": True, "groups": True},
     "nvme, one sub-group": {"nvme": True, "sub_group": 10**9},
@@ -396,18 +409,36 @@ CASES: dict[str, dict] = {
         "nvme": True,
         "do": {"backward": [at(1, set_full), at(2, set_local), at(3, update_vectorized), look]},
     },
-    "nvme, attached between backward and step": {"nvme": True, "attach_at": ("backward", 2, 0)},
+    "nvme, attached between backward and step": {
+        "nvme": True,
+        "attach_at": ("backward", 2, 0),
+        "do": {"backward": [look]},
+    },
     "nvme, attached after a step": {"nvme": "pipelined", "attach_at": ("step", 2, 0), "do": {"backward": [look]}},
-    "nvme, attached again": {"nvme": True, "do": {"backward": [at(2, reattach), look]}},
-    "nvme, installed": {"nvme": "pipelined", "install": True, "micro_steps": 2},
-    "nvme, detached": {"nvme": True, "do": {"backward": [at(2, detach), look]}, "real": None},
-    "nvme, checkpoint": {"nvme": True, "do": {"step": [at(1, save_and_load), at(3, save_and_load)]}},
+    "nvme, attached again": {"nvme": True, "ours": {"backward": [at(2, reattach)]}, "do": {"backward": [look]}},
+    "nvme, installed": {
+        "nvme": "pipelined",
+        "install": True,
+        "micro_steps": 3,
+        "do": {"backward": [at(1, look), at(3, look)]},
+    },
+    "nvme, detached": {
+        "nvme": True,
+        "ours": {"backward": [at(2, detach)]},
+        "do": {"backward": [look]},
+        "real": None,
+    },
+    "nvme, checkpoint": {
+        "nvme": True,
+        "do": {"backward": [at(4, look)], "step": [at(1, save_and_load), at(3, save_and_load)]},
+        "steps": 7,
+    },
     "nvme, half resident": {
         "nvme": True,
         "transfer": {**DIRECT, "zero3": {"host_memory": "30KiB"}},
-        "do": {"backward": [at(4, look)], "step": [at(3, save_and_load)]},
+        "do": {"backward": [at(4, look)], "step": [at(1, save_and_load), at(3, save_and_load)]},
         "resident": True,
-        "steps": 9,
+        "steps": 7,
     },
     "nvme, resident, set": {
         "nvme": True,  # pipelined, DeepSpeed alone fails on one rank where gradients are set
@@ -419,20 +450,24 @@ CASES: dict[str, dict] = {
 }
 
 
+def trained_alone_as(name):
+    """The first case that is the same without all of ours."""
+    without = {each: {key: value for key, value in CASES[each].items() if key not in OURS} for each in CASES}
+    return next(each for each in CASES if without[each] == without[name])
+
+
 def main():
     out, accelerator, rank = Path(sys.argv[1]), sys.argv[2], int(os.environ["RANK"])
     if accelerator == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    cpu_adam_build.ask_the_cpu_once()
+    importlib.import_module("tests.zero3.ready")
     for number, (name, case) in enumerate(CASES.items()):
         case["name"] = name.replace(" ", "_")
-        results = []
         for attached in (False, True):
-            run = Run(case, attached, number, accelerator)
-            if number == 0 and not attached:
-                deepspeed.init_distributed()
-            results.append(run.train())
-        torch.save(results, out / f"{name}-{rank}.pt")
+            if attached or trained_alone_as(name) == name:
+                torch.save(Run(case, attached, number, accelerator).train(), out / f"{name}-{attached}-{rank}.pt")
+                gc.collect()
+                gc.freeze()  # DeepSpeed collects garbage for each engine, and would look through all that is left
     torch.distributed.barrier()
     sys.stderr.flush()
     os._exit(0)  # gloo's threads sometimes abort the process at its end, with or without this project
