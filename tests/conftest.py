@@ -17,6 +17,7 @@ from accelerators.testing import accelerator_or_skip, unavailable_reason
 from tests.environment import NO_COMPILER
 
 os.environ.update(NO_COMPILER)  # before anything imports DeepSpeed's engine
+gc.disable()  # until all is imported: it would look through modules again and again
 
 pytest.register_assert_rewrite("tests.running", "tests.zero3.launching")  # their checks say what differs
 
@@ -67,6 +68,7 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_collection_finish():
     freeze_modules()
+    gc.enable()
 
 
 def pytest_runtest_setup():

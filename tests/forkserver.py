@@ -74,10 +74,12 @@ def become(request):
     return arguments[:2]
 
 
+gc.disable()  # it would look through modules again and again
 for module in ("torch", "deepspeed", "transfer.nvme", "transfer.zero3", "accelerators.simulated", *sys.argv[1:]):
     importlib.import_module(module)
 gc.collect()
 gc.freeze()  # so that a collection in a child copies no pages
+gc.enable()
 asked = serve()
 kind, program = become(asked)
 tear_down = asked["tear_down"]
