@@ -71,6 +71,7 @@ def test_processes_take_turns_and_have_the_same_bits():
         *("--sequence", 8, "--sub-groups", 3, "--steps", 2, "--threads", 1, "--optimizer", "adamw", "--strategies"),
         *("--peers", "fsdp2", "superoffload", "--json"),
         timeout=200,
+        forked=True,
     )
     assert done.returncode == 0, done.stderr[-6000:]
     report = json.loads(done.stdout)
