@@ -7,6 +7,7 @@ import functools
 import importlib
 
 import cpuinfo  # type: ignore[import-untyped]
+import torch
 from deepspeed.ops.op_builder import CPUAdamBuilder
 from deepspeed.utils import numa, nvtx
 
@@ -20,5 +21,6 @@ cpu_adam_build.ask_the_cpu_once()
 cpuinfo.get_cpu_info()
 numa.get_numa_cores = functools.cache(numa.get_numa_cores)  # a program is run for it in each micro-step
 nvtx.enable_nvtx = False  # marks for a profiler, around whatever DeepSpeed calls
-if cpu_adam_build.is_compiled():
+# Where there is a GPU, loading asks CUDA for it, which does not survive a fork: each process loads it then.
+if cpu_adam_build.is_compiled() and not torch.cuda.is_available():
     CPUAdamBuilder().load(verbose=False)
