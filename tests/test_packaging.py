@@ -73,7 +73,7 @@ def distributions(tmp_path_factory):
     folder = tmp_path_factory.mktemp("distributions")
     sdist = build(ROOT, folder / "sdist", "-t", "sdist")[".gz"]
     with tarfile.open(sdist) as archive:
-        archive.extractall(folder, filter="data")
+        archive.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
     (unpacked,) = folder.glob("host_to_device_transfer-*")
     return unpacked, build(unpacked, folder / "wheel", "-t", "wheel")[".whl"]
 
