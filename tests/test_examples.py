@@ -39,7 +39,7 @@ def test_the_example_configuration_shows_the_defaults():
     config = load_config(ROOT / "examples" / "transfer.yaml")
     for strategy in ("nvme_swapped", "pinned_direct", "pinned_staged"):
         assert config.section(strategy) == TransferConfig().section(strategy)
-    for name in ("fallback", "completion", "verify"):
+    for name in ("fallback", "completion", "verify", "zero3"):
         assert getattr(config, name) == getattr(TransferConfig(), name)
     assert [rule.when.smaller_than for rule in config.rules] == [256 * 1024]
 
